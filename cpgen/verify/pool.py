@@ -126,7 +126,10 @@ class WorkerPool:
                 rank: ("TimeoutError", f"no result after {self._case_timeout:.0f} s", "") for rank in waiting.values()
             }
         if failures:
-            self.close()  # a failed rank may leave others inside a collective: never reuse their group
+            # A failed rank may leave its group inside a collective: never use that group again.
+            self._world_size = 0
+            if waiting or any(not worker.process.is_alive() for worker in active):
+                self.close()
             raise WorkerError(failures)
         return results
 
