@@ -1,0 +1,107 @@
+"""What a plan says, as values: read by `plan_loader` from YAML or by `native_plan` from a class's own `_cp_plan`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cpgen.diagnostics import Location
+
+
+@dataclass(frozen=True)
+class Probe:
+    """A tiny configuration with inputs, on which `verify` runs the model."""
+
+    name: str
+    config: dict[str, Any]
+    inputs: dict[str, Any]  # argument -> input spec (see cpgen/probes.py)
+    before: tuple[str, ...] = ()  # methods called on both models first, such as fuse_qkv_projections
+
+
+@dataclass(frozen=True)
+class Shard:
+    """One value to cut where the region begins. `path` leads into tuples, lists and dicts; "*" is every element."""
+
+    variable: str
+    path: tuple[str | int, ...]
+    dim: int
+    ndim: int
+    streams: tuple[str, ...]
+    optional: bool = False
+    when: str | None = None
+    location: Location | None = None
+
+
+@dataclass(frozen=True)
+class Gather:
+    """One value to put together again, right after the statement that calls module `after`."""
+
+    variable: str
+    path: tuple[str | int, ...]
+    dim: int
+    ndim: int
+    stream: str
+    after: str
+    location: Location | None = None
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A host number of leading tokens, to become the number of those in this rank's part."""
+
+    variable: str
+    stream: str
+    location: Location | None = None
+
+
+@dataclass(frozen=True)
+class Whole:
+    """Lengths that must be the whole streams' between two statements of an attention function."""
+
+    variables: dict[str, tuple[str, ...]]  # variable -> its streams
+    after: str | None  # the assignment of this variable ...
+    before: str | None  # ... or ahead of it
+    until: str | None  # after the assignment of this variable they are local again
+    location: Location | None = None
+
+
+@dataclass(frozen=True)
+class Site:
+    """One attention call of a function: the `call`-th in source order."""
+
+    call: int
+    kind: str  # "self", "joint", "cross", "causal"
+    streams: tuple[str, ...] = ()
+    kv: tuple[str, ...] | None = None  # streams of keys and values where they are cut and differ
+    when: str | None = None  # otherwise: `otherwise` streams, or replicated keys
+    otherwise: tuple[str, ...] | None = None
+    layout: str = "BSHD"
+    location: Location | None = None
+
+
+@dataclass(frozen=True)
+class AttentionFunction:
+    """The sites in one function: a processor's `__call__`, or a module's `forward`."""
+
+    owner: str  # class name, in the model's file or in one it imports from
+    sites: tuple[Site, ...]
+    whole: tuple[Whole, ...] = ()
+    location: Location | None = None
+
+
+@dataclass(frozen=True)
+class Plan:
+    model: str
+    diffusers: str | None  # version specifier it was proven on
+    heads: str | None  # config key with the number of query heads
+    blocks: tuple[str, ...]
+    streams: tuple[str, ...]
+    begin: str  # module list whose first loop starts the region
+    shards: tuple[Shard, ...]
+    prefixes: tuple[Prefix, ...]
+    gathers: tuple[Gather, ...]
+    attention: tuple[AttentionFunction, ...]
+    probes: tuple[Probe, ...] = ()
+    notes: dict[str, str] = field(default_factory=dict)
+    source: str = ""  # name shown in messages and headers, e.g. plans/wan.yaml
+    sha256: str = ""

@@ -1,0 +1,134 @@
+"""Binds a model to its context-parallel group. A model that is not bound computes what upstream's class computes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+
+from .region import LocalRegion, Region
+
+ATTRIBUTE = "_cpgen_binding"  # set on every module of a bound model
+_LOCAL_REGION = LocalRegion()
+
+
+class Binding:
+    """A model's place in its context-parallel group, and the region of its latest forward.
+
+    Holds the group by name, so that a bound model can be copied.
+    """
+
+    def __init__(
+        self,
+        model_name: str,
+        group: str,
+        degree: int,
+        rank: int,
+        blocks: tuple[torch.nn.Module, ...],
+        processors: tuple[type, ...],
+    ) -> None:
+        self.model_name = model_name
+        self.group = group
+        self.degree = degree
+        self.rank = rank
+        self.region: Region | None = None
+        self.pinned = False
+        self._blocks = blocks
+        self._processors = processors
+        self._seen: set[tuple[tuple[str, int], ...]] = set()
+
+    def check_attention(self) -> None:
+        """Raise ValueError if a block's attention runs a processor, or is a module, without context-parallel calls."""
+        for block in self._blocks:
+            for name, module in block.named_modules():
+                processor = getattr(module, "processor", None)
+                if processor is None or not callable(processor):
+                    continue
+                if not isinstance(processor, self._processors):
+                    raise ValueError(
+                        f"{self.model_name}: the attention processor {type(processor).__name__} (at {name!r}) has no "
+                        f"context-parallel calls, so each rank would attend to its own tokens only. Processors of this "
+                        f"package: {', '.join(sorted(p.__name__ for p in self._processors))}"
+                    )
+                if getattr(module, ATTRIBUTE, None) is not self:
+                    raise ValueError(f"{self.model_name}: {name!r} was replaced after parallelize; call it afterwards")
+
+    def region_of(self, streams: tuple[str, ...], tokens: int) -> Region:
+        """The region that an attention call with `tokens` local tokens of `streams` belongs to.
+
+        It is the latest one, except while backward recomputes a block that was not pinned (activation checkpointing
+        from outside the model): then it is the one whose lengths fit, and an error if several do.
+        """
+        if self.region is None:
+            raise ValueError(f"{self.model_name}: its attention ran outside the model's forward")
+        if torch.compiler.is_compiling() or self.pinned:
+            return self.region
+        if torch._C._current_graph_task_id() == -1:
+            if torch.is_grad_enabled():
+                self._seen.add(tuple(self.region.lengths.items()))
+            return self.region
+        fitting = {}
+        for lengths in self._seen:
+            region = Region(self)
+            region.lengths = dict(lengths)
+            if sum(region.part_sizes(stream)[self.rank] for stream in streams) == tokens:
+                fitting[tuple(region.lengths[stream] for stream in streams)] = region
+        if len(fitting) != 1:
+            raise ValueError(
+                f"{self.model_name}: backward recomputes a block with {tokens} local tokens, which fits "
+                f"{len(fitting)} of the lengths seen; use model.enable_gradient_checkpointing(), which remembers them"
+            )
+        return fitting.popitem()[1]
+
+
+def bind_context_parallel(
+    model: torch.nn.Module,
+    mesh: DeviceMesh,
+    *,
+    strategy: str,
+    blocks: Iterable[torch.nn.Module],
+    heads: int | None,
+    processors: tuple[type, ...],
+) -> None:
+    """Make `model` run context-parallel over the 1-D `mesh` from its next forward on. Degree 1 changes nothing.
+
+    `blocks` are the modules that run inside the region; each attention module in them must use one of `processors`.
+    Raises ValueError if `heads` is smaller than the degree under "ulysses", or if a processor is not one of those.
+    """
+    degree = mesh.size()
+    if strategy == "ulysses" and heads is not None and heads < degree:
+        raise ValueError(
+            f"{type(model).__name__} has {heads} attention heads: ulysses gives every rank at least one, so its degree "
+            f"is at most {heads}, not {degree}. Emit with --strategy allgather for degrees past the number of heads"
+        )
+    if degree == 1:
+        return
+    group = mesh.get_group()
+    binding = Binding(
+        type(model).__name__, group.group_name, degree, mesh.get_local_rank(), tuple(blocks), tuple(processors)
+    )
+    for module in model.modules():
+        setattr(module, ATTRIBUTE, binding)
+    binding.check_attention()
+
+
+def begin_region(model: torch.nn.Module) -> Region | LocalRegion:
+    """Start the region of one forward of `model`."""
+    binding: Binding | None = getattr(model, ATTRIBUTE, None)
+    if binding is None:
+        return _LOCAL_REGION
+    if not torch.compiler.is_compiling():
+        binding.check_attention()
+    region = Region(binding)
+    binding.region = region
+    return region
+
+
+def refuse_enable_parallelism(self: torch.nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+    """Stands in for diffusers' method of this name in emitted classes. Raises ValueError."""
+    raise ValueError(
+        f"{type(self).__name__} was emitted by cpgen with its context parallelism written into the source; diffusers' "
+        f"hooks would cut its inputs a second time. Use parallelize(model, mesh) of its package instead"
+    )

@@ -1,0 +1,44 @@
+"""How tokens and heads are cut into one part a rank. Pure arithmetic on sizes that the host knows."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+def part_sizes(length: int, degree: int) -> list[int]:
+    """Sizes of the `degree` contiguous parts of `length` items: equal, or one larger on the first ranks."""
+    quotient, remainder = divmod(length, degree)
+    return [quotient + 1 if rank < remainder else quotient for rank in range(degree)]
+
+
+@dataclass(frozen=True)
+class HeadPart:
+    """The query heads of one rank and the key/value heads they read (grouped-query attention shares the latter)."""
+
+    query_start: int
+    query_size: int
+    kv_start: int
+    kv_size: int
+    # For each query head of this part, its key/value head counted from kv_start; None where torch's own rule for
+    # grouped queries (equal groups in order) gives the same.
+    kv_index: tuple[int, ...] | None
+
+
+def head_parts(query_heads: int, kv_heads: int, degree: int) -> list[HeadPart]:
+    """Cut `query_heads` over the ranks; key/value heads that several ranks read are sent to each of them.
+
+    Raises ValueError if `kv_heads` does not divide `query_heads`.
+    """
+    if query_heads % kv_heads:
+        raise ValueError(f"{query_heads} query heads cannot share {kv_heads} key/value heads: they do not divide")
+    group = query_heads // kv_heads
+    parts = []
+    start = 0
+    for size in part_sizes(query_heads, degree):
+        kv_start = start // group
+        kv_size = (start + size - 1) // group + 1 - kv_start if size else 0
+        index = tuple(head // group - kv_start for head in range(start, start + size))
+        regular = kv_size > 0 and size % kv_size == 0 and index == tuple(i // (size // kv_size) for i in range(size))
+        parts.append(HeadPart(start, size, kv_start, kv_size, None if regular else index))
+        start += size
+    return parts

@@ -1,0 +1,229 @@
+"""A region: the part of one forward in which streams are cut across ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from .collectives import all_gather, all_gather_replicated
+from .parts import part_sizes
+
+if TYPE_CHECKING:
+    from .binding import Binding
+
+Streams = str | tuple[str, ...]
+
+
+class Region:
+    """One forward of a bound model. Holds the length of each stream before it was cut."""
+
+    def __init__(self, binding: Binding) -> None:
+        self.binding = binding
+        self.lengths: dict[str, int] = {}
+
+    def shard(
+        self,
+        value: Any,
+        name: str,
+        *path: str | int,
+        dim: int,
+        ndim: int,
+        stream: Streams,
+        optional: bool = False,
+        when: bool = True,
+    ) -> Any:
+        """This rank's part of `value` along `dim`, in a new container where `path` leads into one.
+
+        `value` is a tensor of `ndim` dims, or a nested tuple, list or dict in which `path` (indices, keys, "*" for
+        every element) leads to such tensors. `stream` names the tokens that `dim` counts; a tuple means several
+        streams one after the other. The first tensor of a stream sets its length, the others must agree.
+        Backward: the gradient is padded with zeros, without communication.
+
+        Raises ValueError if a tensor is missing (unless `optional`), has another ndim, another length, or fewer
+        tokens than ranks.
+        """
+        if not when:
+            return value
+        return self._at(value, name, path, lambda x, label: self._shard(x, label, dim, ndim, stream, optional))
+
+    def gather(self, value: Any, name: str, *path: str | int, dim: int, ndim: int, stream: str) -> Any:
+        """Put a stream's parts together along `dim`, at an exit: all that follows is the same on every rank.
+
+        One all-gather a tensor; backward takes the local part times the degree, without communication.
+        """
+        return self._at(value, name, path, lambda x, label: self._gather(x, label, dim, ndim, stream, True))
+
+    def gather_within(self, value: Any, name: str, *path: str | int, dim: int, ndim: int, stream: str) -> Any:
+        """Put a stream's parts together in mid-network, ahead of an operation that needs all tokens.
+
+        One all-gather a tensor; backward is a reduce-scatter (sum).
+        """
+        return self._at(value, name, path, lambda x, label: self._gather(x, label, dim, ndim, stream, False))
+
+    def local_prefix(self, count: int, stream: str) -> int:
+        """How many of the first `count` tokens of `stream` are in this rank's part."""
+        sizes = self.part_sizes(stream)
+        start = sum(sizes[: self.binding.rank])
+        return min(max(count - start, 0), sizes[self.binding.rank])
+
+    def pin(self, block: Callable[..., Any]) -> Callable[..., Any]:
+        """`block`, to be called with this region's lengths even when backward recomputes it after another forward."""
+        if torch.compiler.is_compiling():
+            return block  # a compiled backward runs no Python: the lengths are in the graph
+        return _Pinned(self, block)
+
+    def part_sizes(self, stream: str) -> list[int]:
+        """The number of tokens of `stream` on each rank."""
+        if stream not in self.lengths:
+            raise ValueError(
+                f"{self.binding.model_name}: stream {stream!r} is used before anything of it was cut; "
+                f"cut so far: {sorted(self.lengths) or 'nothing'}"
+            )
+        return part_sizes(self.lengths[stream], self.binding.degree)
+
+    def _at(self, value: Any, label: str, path: tuple[str | int, ...], apply: Callable[[Any, str], Any]) -> Any:
+        if not path or value is None:
+            return apply(value, label)
+        step, rest = path[0], path[1:]
+        if isinstance(value, dict):
+            if step != "*" and step not in value:
+                raise ValueError(f"{self.binding.model_name}: plan entry {label!r}: no key {step!r} in {list(value)}")
+            return {k: self._at(v, f"{label}[{k!r}]", rest, apply) if step in ("*", k) else v for k, v in value.items()}
+        if not isinstance(value, (tuple, list)):
+            raise ValueError(
+                f"{self.binding.model_name}: plan entry {label!r}: expected a tuple, list or dict to take "
+                f"[{step}] of, got {_describe(value)}"
+            )
+        if step != "*" and not (isinstance(step, int) and -len(value) <= step < len(value)):
+            raise ValueError(f"{self.binding.model_name}: plan entry {label!r}: no element [{step}] in {len(value)}")
+        chosen = range(len(value)) if step == "*" else (step % len(value),)  # type: ignore[operator]
+        items = [self._at(v, f"{label}[{i}]", rest, apply) if i in chosen else v for i, v in enumerate(value)]
+        return tuple(items) if isinstance(value, tuple) else items
+
+    def _check(self, value: Any, label: str, ndim: int, dim: int) -> Tensor:
+        if not isinstance(value, Tensor):
+            raise ValueError(
+                f"{self.binding.model_name}: plan entry {label!r}: expected a tensor of {ndim} dims, "
+                f"got {_describe(value)}"
+            )
+        if value.ndim != ndim:
+            raise ValueError(
+                f"{self.binding.model_name}: plan entry {label!r} says ndim {ndim} (cut on dim {dim}), but the tensor "
+                f"has {value.ndim}: shape {tuple(value.shape)}"
+            )
+        return value
+
+    def _shard(self, value: Any, label: str, dim: int, ndim: int, stream: Streams, optional: bool) -> Any:
+        if value is None and optional:
+            return None
+        tensor = self._check(value, label, ndim, dim)
+        size = tensor.shape[dim]
+        if isinstance(stream, str):
+            self._register(stream, size, label, dim)
+            sizes = self.part_sizes(stream)
+            rank = self.binding.rank
+            return tensor.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+        return self.local_rows(tensor, label, dim, stream)
+
+    def local_rows(self, tensor: Tensor, label: str, dim: int, streams: tuple[str, ...]) -> Tensor:
+        """This rank's part of each of `streams`, which lie one after the other on `dim`."""
+        rank = self.binding.rank
+        pieces = []
+        start = 0
+        for stream in streams:
+            sizes = self.part_sizes(stream)
+            # A plan names several streams where the source concatenates them: the dim is their sum.
+            offset = start + sum(sizes[:rank])
+            pieces.append((offset, sizes[rank]))
+            start += self.lengths[stream]
+        if tensor.shape[dim] != start:
+            lengths = " + ".join(f"{s} {self.lengths[s]}" for s in streams)
+            raise ValueError(
+                f"{self.binding.model_name}: plan entry {label!r} has {tensor.shape[dim]} tokens on dim {dim}, "
+                f"but {lengths} = {start}: shape {tuple(tensor.shape)}"
+            )
+        return torch.cat([tensor.narrow(dim, offset, size) for offset, size in pieces], dim=dim)
+
+    def _register(self, stream: str, size: int, label: str, dim: int) -> None:
+        degree = self.binding.degree
+        if size < degree:
+            raise ValueError(
+                f"{self.binding.model_name}: plan entry {label!r}: stream {stream!r} has {size} tokens on dim {dim}, "
+                f"fewer than the context-parallel degree {degree}; every rank needs at least one"
+            )
+        known = self.lengths.setdefault(stream, size)
+        if known != size:
+            raise ValueError(
+                f"{self.binding.model_name}: plan entry {label!r} has {size} tokens on dim {dim}, but stream "
+                f"{stream!r} has {known} in this forward (degree {degree})"
+            )
+
+    def _gather(self, value: Any, label: str, dim: int, ndim: int, stream: str, replicated: bool) -> Tensor:
+        tensor = self._check(value, label, ndim, dim)
+        binding = self.binding
+        sizes = self.part_sizes(stream)
+        if tensor.shape[dim] != sizes[binding.rank]:
+            raise ValueError(
+                f"{binding.model_name}: plan entry {label!r} has {tensor.shape[dim]} tokens on dim {dim}, but this "
+                f"rank's part of stream {stream!r} is {sizes[binding.rank]} of {self.lengths[stream]}: nothing cut it, "
+                f"or something changed its length"
+            )
+        rows = pad_rows(tensor.movedim(dim, 0), max(sizes))
+        if replicated:
+            whole = all_gather_replicated(rows, binding.degree, binding.rank, binding.group)
+        else:
+            whole = all_gather(rows, binding.degree, binding.group)
+        return drop_padding(whole, sizes).movedim(0, dim).contiguous()
+
+
+class _Pinned:
+    def __init__(self, region: Region, block: Callable[..., Any]) -> None:
+        self._region = region
+        self._block = block
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        binding = self._region.binding
+        outer = binding.region, binding.pinned
+        binding.region, binding.pinned = self._region, True
+        try:
+            return self._block(*args, **kwargs)
+        finally:
+            binding.region, binding.pinned = outer
+
+
+class LocalRegion:
+    """What `begin_region` gives for a model that is not bound, or bound with degree 1: changes nothing."""
+
+    def shard(self, value: Any, name: str, *path: str | int, **_: Any) -> Any:
+        return value
+
+    gather = gather_within = shard
+
+    def local_prefix(self, count: int, stream: str) -> int:
+        return count
+
+    def pin(self, block: Callable[..., Any]) -> Callable[..., Any]:
+        return block
+
+
+def pad_rows(rows: Tensor, size: int) -> Tensor:
+    """`rows` with zeros appended on dim 0 up to `size`, contiguous: gloo and NCCL gather equal parts only."""
+    missing = size - rows.shape[0]
+    if missing:
+        rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
+    return rows.contiguous()
+
+
+def drop_padding(whole: Tensor, sizes: list[int]) -> Tensor:
+    """Undo `pad_rows` on gathered rows: keep the first `sizes[i]` of each of the equal parts on dim 0."""
+    width = max(sizes)
+    if min(sizes) == width:
+        return whole
+    return torch.cat([whole.narrow(0, rank * width, size) for rank, size in enumerate(sizes)])
+
+
+def _describe(value: Any) -> str:
+    return f"a tensor of shape {tuple(value.shape)}" if isinstance(value, Tensor) else type(value).__name__
