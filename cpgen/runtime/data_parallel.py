@@ -1,0 +1,198 @@
+"""What the emitted `parallelize` needs around FSDP2 and DDP: checks, and the precision of every parameter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any
+
+import torch
+from torch.distributed._composable.replicate_with_fsdp import replicate
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+
+from .mesh import remember_mesh
+
+__all__ = ["Precision", "cast_inputs", "check_request", "kept_in_fp32", "offload_policy", "replicate", "reshard"]
+
+MODES = ("fsdp", "ddp", "none")
+# Inputs that a half-precision diffusers model takes in fp32: rounded to bf16, timestep 999 would be 1000 and
+# position 257 would be 256.
+_FP32_INPUTS = ("timestep", "sigma", "guidance", "rotary", "freqs", "_ids", "coords")
+
+
+def check_request(
+    model: torch.nn.Module,
+    model_class: type[torch.nn.Module],
+    mesh: DeviceMesh,
+    *,
+    cp: int,
+    tp: int,
+    data_parallel: str,
+    **wrap_options: Any,
+) -> None:
+    """Raise ValueError if `parallelize` was called with what it can't do; otherwise remember the model's mesh.
+
+    `wrap_options` are options that only a wrapped model heeds; None and False mean that they were not given.
+    """
+    if not isinstance(model, model_class):
+        raise ValueError(
+            f"this package parallelizes {model_class.__module__}.{model_class.__name__}, not "
+            f"{type(model).__module__}.{type(model).__name__}; build the model from this package's class"
+        )
+    if isinstance(model, FSDPModule):
+        raise ValueError("the model is parallelized already; call parallelize once, on a plain model")
+    if data_parallel not in MODES:
+        raise ValueError(f"data_parallel={data_parallel!r} is not one of {', '.join(map(repr, MODES))}")
+    if data_parallel == "none" and (given := [name for name, value in wrap_options.items() if value]):
+        raise ValueError(
+            f'data_parallel="none" only binds context parallelism and would ignore {", ".join(given)}; use "fsdp" or '
+            f'"ddp", or cast and move the model yourself'
+        )
+    for axis, degree in (("cp", cp), ("tp", tp)):
+        if axis not in (mesh.mesh_dim_names or ()):
+            raise ValueError(f"the mesh has no axis {axis!r} (it has {mesh.mesh_dim_names}); make it with build_mesh")
+        if mesh[axis].size() != degree:
+            raise ValueError(
+                f"the mesh has {axis} size {mesh[axis].size()}, but this package was emitted for {axis} degree "
+                f"{degree} ({axis.upper()}_DEGREE); make the mesh with its build_mesh, or emit again with "
+                f"--{axis} {mesh[axis].size()}"
+            )
+    remember_mesh(model, mesh)
+
+
+def offload_policy(cpu_offload: bool) -> OffloadPolicy:
+    """FSDP's policy that keeps parameters, gradients and optimizer state in host memory, or the one that doesn't."""
+    if not cpu_offload:
+        return OffloadPolicy()
+    return CPUOffloadPolicy(pin_memory=torch.cuda.is_available())
+
+
+def reshard(mesh: DeviceMesh, *, last: bool, requested: bool | int | None) -> bool | int:
+    """Whether a unit frees its gathered parameters after forward: as requested, else unless backward begins with it.
+
+    Under pipeline parallelism several micro-batches run forward before the first backward, so nothing is freed.
+    """
+    if requested is not None:
+        return requested
+    return mesh["pp"].size() == 1 and not last
+
+
+def kept_in_fp32(model: torch.nn.Module, name: str) -> bool:
+    """Whether the class keeps the parameter or buffer `name` in fp32: a component of its name is listed, as diffusers
+    reads `_keep_in_fp32_modules`."""
+    kept = getattr(model, "_keep_in_fp32_modules", None) or ()
+    kept = (kept,) if isinstance(kept, str) else kept
+    return any(component in kept for component in name.split("."))
+
+
+@dataclass(frozen=True)
+class Precision:
+    """Computation dtype of every parameter of a model.
+
+    `main` holds for all parameters but those with an id in `kept_ids`, which compute in fp32. It casts nothing but
+    parameters: a half-precision diffusers model runs its own casts, and a cast at each block's border would round rope
+    tables and modulation that the class computes in fp32. Inputs are cast once, at the model's border.
+    """
+
+    main: MixedPrecisionPolicy
+    kept: MixedPrecisionPolicy
+    kept_ids: frozenset[int]
+
+    @classmethod
+    def of(cls, model: torch.nn.Module, param_dtype: torch.dtype | None, reduce_dtype: torch.dtype | None) -> Precision:
+        """Precision of `model`, which is not wrapped yet. With `param_dtype` None parameters compute as they are."""
+        main = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
+        kept = MixedPrecisionPolicy(torch.float32, reduce_dtype, cast_forward_inputs=False)
+        dtypes = {p.dtype if param_dtype is None else param_dtype for p in model.parameters() if p.is_floating_point()}
+        names = (name for name, _ in model.named_parameters()) if dtypes - {torch.float32} else ()
+        kept_ids = frozenset(id(model.get_parameter(name)) for name in names if kept_in_fp32(model, name))
+        return cls(main, kept, kept_ids)
+
+    def separate(self, module: torch.nn.Module, wrap: Callable[..., Any], **options: Any) -> MixedPrecisionPolicy:
+        """Give parts of `module` a unit of their own so that the rest has one precision; returns the rest's policy.
+
+        `wrap` is `fully_shard` or `replicate`, `options` are its options. A unit has one precision, so where a module
+        holds both, either the fp32 submodules or (when an fp32 parameter sits on `module` itself) the others are
+        grouped into a second unit. Raises ValueError if neither works.
+        """
+        own = dict(_unwrapped_parameters(module))
+        kept = {name for name, parameter in own.items() if id(parameter) in self.kept_ids}
+        if not kept:
+            return self.main
+        if len(kept) == len(own):
+            return self.kept
+        for names, unit_policy, rest_policy in (
+            (kept, self.kept, self.main),
+            (own.keys() - kept, self.main, self.kept),
+        ):
+            submodules = _covering_submodules(module, set(names), set(own))
+            if submodules is not None:
+                wrap(submodules, mp_policy=unit_policy, **options)
+                return rest_policy
+        raise ValueError(
+            f"{type(module).__name__} holds parameters that stay in fp32 ({', '.join(sorted(kept))}) and others "
+            f"directly on the same modules, which FSDP can't hold in two precisions; pass param_dtype=None"
+        )
+
+
+def cast_inputs(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
+    """Cast floating-point inputs of `model`'s forward to `dtype`, but for times, positions and rope tables."""
+    if dtype is None:
+        return
+    names = list(signature(model.forward).parameters)
+
+    def hook(module: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+        cast_args = [_cast(name, value, dtype) for name, value in zip(names, args, strict=False)]
+        return (*cast_args, *args[len(cast_args) :]), {
+            name: _cast(name, value, dtype) for name, value in kwargs.items()
+        }
+
+    model.register_forward_pre_hook(hook, with_kwargs=True)
+
+
+def _cast(name: str, value: Any, dtype: torch.dtype) -> Any:
+    if any(part in name for part in _FP32_INPUTS):
+        return value
+    if isinstance(value, torch.Tensor):
+        return value.to(dtype) if value.is_floating_point() else value
+    if isinstance(value, list | tuple) and type(value) in (list, tuple):
+        return type(value)(_cast(name, item, dtype) for item in value)
+    if type(value) is dict:
+        return {key: _cast(str(key), item, dtype) for key, item in value.items()}
+    return value
+
+
+def _unwrapped_parameters(module: torch.nn.Module, prefix: str = "") -> Iterable[tuple[str, torch.nn.Parameter]]:
+    """Parameters below `module` by relative name, without those that a unit has already."""
+    for name, parameter in module.named_parameters(recurse=False):
+        yield prefix + name, parameter
+    for name, child in module.named_children():
+        if not isinstance(child, FSDPModule):
+            yield from _unwrapped_parameters(child, f"{prefix}{name}.")
+
+
+def _covering_submodules(
+    module: torch.nn.Module, names: set[str], own: set[str], prefix: str = ""
+) -> list[torch.nn.Module] | None:
+    """The largest submodules of `module` that hold the parameters `names` and no others of `own`, or None."""
+    if any(prefix + name in names for name, _ in module.named_parameters(recurse=False)):
+        return None
+    found: list[torch.nn.Module] = []
+    for name, child in module.named_children():
+        start = f"{prefix}{name}."
+        below = {key for key in own if key.startswith(start)}
+        wanted = below & names
+        if not wanted:
+            continue
+        if wanted == below and not isinstance(
+            child, torch.nn.ModuleList | torch.nn.ModuleDict
+        ):  # these have no forward
+            found.append(child)
+            continue
+        deeper = _covering_submodules(child, names, own, start)
+        if deeper is None:
+            return None
+        found.extend(deeper)
+    return found
