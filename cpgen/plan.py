@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from cpgen.diagnostics import Location
@@ -58,10 +58,10 @@ class Prefix:
 class Whole:
     """Lengths that must be the whole streams' between two statements of an attention function."""
 
-    variables: dict[str, tuple[str, ...]]  # variable -> its streams
-    after: str | None  # the assignment of this variable ...
+    variables: tuple[tuple[str, tuple[str, ...]], ...]  # (variable, its streams)
+    after: str | None  # behind the first assignment of this variable ...
     before: str | None  # ... or ahead of it
-    until: str | None  # after the assignment of this variable they are local again
+    until: str | None  # behind the last assignment of this variable they are local again
     location: Location | None = None
 
 
@@ -73,9 +73,9 @@ class Site:
     kind: str  # "self", "joint", "cross", "causal"
     streams: tuple[str, ...] = ()
     kv: tuple[str, ...] | None = None  # streams of keys and values where they are cut and differ
-    when: str | None = None  # otherwise: `otherwise` streams, or replicated keys
+    when: str | None = None  # else: `otherwise` streams, or keys and values that every rank has
     otherwise: tuple[str, ...] | None = None
-    layout: str = "BSHD"
+    layout: str | None = None  # None: by the function called
     location: Location | None = None
 
 
@@ -91,17 +91,19 @@ class AttentionFunction:
 
 @dataclass(frozen=True)
 class Plan:
+    """A whole plan. Every name in it is a valid identifier, every condition in the grammar of `conditions`."""
+
     model: str
     diffusers: str | None  # version specifier it was proven on
     heads: str | None  # config key with the number of query heads
     blocks: tuple[str, ...]
     streams: tuple[str, ...]
-    begin: str  # module list whose first loop starts the region
+    begin: str  # the region begins ahead of the first loop over this module list
     shards: tuple[Shard, ...]
     prefixes: tuple[Prefix, ...]
     gathers: tuple[Gather, ...]
     attention: tuple[AttentionFunction, ...]
+    outside: tuple[str, ...] = ()  # attention modules that run before or after the region
     probes: tuple[Probe, ...] = ()
-    notes: dict[str, str] = field(default_factory=dict)
-    source: str = ""  # name shown in messages and headers, e.g. plans/wan.yaml
+    name: str = ""  # as shown in messages and headers, e.g. plans/wan.yaml
     sha256: str = ""

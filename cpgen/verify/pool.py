@@ -122,9 +122,8 @@ class WorkerPool:
                     failures[rank] = payload
                     deadline = min(deadline, time.monotonic() + _GRACE_SECONDS)
         if waiting and not failures:
-            failures = {
-                rank: ("TimeoutError", f"no result after {self._case_timeout:.0f} s", "") for rank in waiting.values()
-            }
+            timeout = ("TimeoutError", f"no result after {self._case_timeout:.0f} s", "")
+            failures = dict.fromkeys(waiting.values(), timeout)
         if failures:
             # A failed rank may leave its group inside a collective: never use that group again.
             self._world_size = 0
@@ -154,7 +153,7 @@ def _worker_main(rank: int, connection: multiprocessing.connection.Connection) -
                 if rank < world_size:
                     dist.init_process_group(
                         "gloo",
-                        store=dist.FileStore(store, world_size),
+                        store=dist.FileStore(store, world_size),  # type: ignore[attr-defined]
                         rank=rank,
                         world_size=world_size,
                         timeout=COLLECTIVE_TIMEOUT,

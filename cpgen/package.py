@@ -1,0 +1,324 @@
+"""A request becomes a package in memory: file name -> text. Nothing here writes, and nothing is imported."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
+
+import cpgen
+from cpgen import resources
+from cpgen.diagnostics import did_you_mean, fail
+from cpgen.native_plan import has_native_plan, native_plan
+from cpgen.plan import Plan
+from cpgen.plan_loader import is_name, load_plan
+from cpgen.source import SourceTree, diffusers_version
+from cpgen.surgery.edits import Insertion
+from cpgen.surgery.operate import EditedFile, Operation, operate
+from cpgen.target import RESERVED_FILES, Target, find_target, snake_case
+
+STRATEGIES = ("ulysses", "allgather")
+LATER_STRATEGIES = ("ring", "hybrid")
+MANIFEST = "MANIFEST.json"
+MANIFEST_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Request:
+    """What the user asks for. Paths in `model` and `plan` are relative to the current directory or absolute."""
+
+    model: str
+    cp: int
+    strategy: str = "ulysses"
+    tp: int = 1
+    plan: Path | None = None
+    package: str | None = None
+    vendor_runtime: bool = False
+
+
+@dataclass(frozen=True)
+class Package:
+    """A generated package. `files` are paths inside it, with "/", to text."""
+
+    name: str
+    files: dict[str, str]
+    request: Request
+    plan: Plan
+    target: Target
+    upstream: dict[str, str]  # file -> upstream's text, for those that have one
+
+
+def generate(request: Request, out: Path, tree: SourceTree | None = None) -> Package:
+    """Generate the package for `request`, to be written under `out` (which only paths in the manifest depend on).
+
+    Raises CpgenError.
+    """
+    tree = tree or SourceTree()
+    _check_options(request)
+    target = find_target(request.model, tree)
+    plan = find_plan(target, request.plan, tree)
+    name = request.package if request.package is not None else snake_case(target.class_name)
+    _check_package_name(name)
+    _check_heads(request, target, plan)
+    runtime = "._runtime" if request.vendor_runtime else "cpgen.runtime"
+    operation = operate(target, plan, request.strategy, runtime, tree)
+    recorded = _recorded(request, target, out)
+    command = _command(recorded, name, target)
+    files: dict[str, str] = {}
+    for file in operation.files:
+        files[file.name] = _header(file.upstream.label, file.upstream.sha256, plan, command) + file.text
+    files |= _glue(request, target, plan, name, operation, runtime, command)
+    if request.vendor_runtime:
+        files |= {f"_runtime/{file}": text for file, text in resources.runtime_files().items()}
+    files[MANIFEST] = _manifest(recorded, name, target, plan, operation, files, tree)
+    upstream = {file.name: file.upstream.text for file in operation.files}
+    return Package(name, files, request, plan, target, upstream)
+
+
+def find_plan(target: Target, path: Path | None, tree: SourceTree) -> Plan:
+    """`--plan FILE`, else the shipped plan, else the class's own `_cp_plan`. Raises CpgenError if there is none."""
+    shipped = resources.shipped_plans().get(target.class_name) if target.kind == "diffusers" else None
+    if path is not None:
+        plan = read_plan(path, path.as_posix())
+    elif shipped is not None:
+        plan = read_plan(shipped, f"plans/{shipped.name}")
+    elif has_native_plan(target):
+        return native_plan(target, tree)
+    else:
+        raise fail(
+            "CP110",
+            f"no plan for {target.class_name}",
+            note="it is not shipped, and the class has no _cp_plan of its own",
+            help=f"write one and pass --plan FILE, or let cpgen try: cpgen plan infer --model {target.spec}",
+        )
+    if plan.diffusers is not None:
+        _check_version(plan, diffusers_version(tree))
+    return plan
+
+
+def read_plan(path: Path, label: str) -> Plan:
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise fail("CP404", f"cannot read the plan {label}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise fail("CP404", f"the plan {label} is not UTF-8 text") from None
+    return load_plan(text, label)
+
+
+def request_from_manifest(manifest: dict[str, Any], folder: Path) -> Request:
+    """The request that wrote `folder`, from its manifest. Raises CpgenError for a manifest that isn't cpgen's."""
+    try:
+        options = manifest["request"]
+        request = Request(
+            model=str(options["model"]),
+            cp=int(options["cp"]),
+            strategy=str(options["strategy"]),
+            tp=int(options["tp"]),
+            plan=None if options["plan"] is None else folder / str(options["plan"]),
+            package=str(manifest["package"]),
+            vendor_runtime=bool(options["vendor_runtime"]),
+        )
+    except (KeyError, TypeError, ValueError):
+        raise fail("CP203", f"{folder.name}/{MANIFEST} is not a manifest of cpgen", exit_code=1) from None
+    place, colon, class_name = request.model.rpartition(":")
+    if colon and place.endswith(".py"):
+        path = os.path.normpath(folder / place)
+        request = replace(request, model=f"{path}:{class_name}")
+    if request.plan is not None:
+        request = replace(request, plan=Path(os.path.normpath(request.plan)))
+    return request
+
+
+def _check_options(request: Request) -> None:
+    if request.strategy not in STRATEGIES:
+        later = request.strategy in LATER_STRATEGIES
+        message = f"strategy '{request.strategy}' is not available" if later else f"unknown strategy '{request.strategy}'"
+        note = did_you_mean(request.strategy, STRATEGIES) or f"strategies: {', '.join(STRATEGIES)}"
+        raise fail("CP403", message, note=note)
+    if request.cp < 1:
+        raise fail("CP403", f"--cp {request.cp} is not a degree: 1 or more")
+    if request.tp != 1:
+        raise fail("CP403", f"--tp {request.tp}: tensor parallelism is not available", note="only --tp 1 is")
+
+
+def _check_package_name(name: str) -> None:
+    if not is_name(name) or name in RESERVED_FILES:
+        raise fail("CP402", f"{name!r} is not a package name", help="a Python identifier: letters, digits, underscores")
+
+
+def _check_heads(request: Request, target: Target, plan: Plan) -> None:
+    heads = default_heads(target, plan)
+    if request.strategy == "ulysses" and heads is not None and request.cp > heads:
+        raise fail(
+            "CP405",
+            f"--cp {request.cp} does not fit {target.class_name} under ulysses: it has {heads} attention heads",
+            note="ulysses gives each rank at least one head; heads need not divide evenly",
+            help=f"--cp {heads} or less, or --strategy allgather, which has no such limit",
+        )
+
+
+def default_heads(target: Target, plan: Plan) -> int | None:
+    """The number of attention heads that the constructor defaults to, where it is a plain number."""
+    import ast
+
+    for node in target.node.body:
+        if isinstance(node, ast.FunctionDef) and node.name == "__init__" and plan.heads:
+            args = [*node.args.posonlyargs, *node.args.args]
+            pairs = [*zip(reversed(args), reversed(node.args.defaults), strict=False)]
+            pairs += [(a, d) for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if d is not None]
+            for arg, default in pairs:
+                if arg.arg == plan.heads and isinstance(default, ast.Constant) and type(default.value) is int:
+                    return default.value
+            if plan.heads not in [arg.arg for arg in [*args, *node.args.kwonlyargs]]:
+                hint = did_you_mean(plan.heads, [arg.arg for arg in args])
+                message = f"'{plan.heads}' (the plan's heads) is not an argument of {target.class_name}"
+                raise fail("CP104", message, note=hint or f"its constructor is at {target.module.label}:{node.lineno}")
+    return None
+
+
+def _check_version(plan: Plan, version: str) -> None:
+    try:
+        fits = SpecifierSet(plan.diffusers or "").contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        fits = False
+    if not fits:
+        raise fail(
+            "CP106",
+            f"{plan.name} is proven on diffusers {plan.diffusers}, but {version} is installed",
+            help="install a version in that range, or copy the plan, widen its range, and run cpgen verify",
+        )
+
+
+@dataclass(frozen=True)
+class _Recorded:
+    """The request as the manifest keeps it: paths relative to the package's folder, so it means the same anywhere."""
+
+    model: str
+    plan: str | None
+    shown_model: str
+    shown_plan: str | None
+    request: Request
+
+
+def _recorded(request: Request, target: Target, out: Path) -> _Recorded:
+    def relative(path: Path, start: Path) -> str:
+        return Path(os.path.relpath(path.resolve(), start.resolve())).as_posix()
+
+    folder = out / "package"  # its own name doesn't matter to a relative path
+    model = shown_model = request.model
+    if target.kind == "file":
+        model = f"{relative(target.module.path, folder)}:{target.class_name}"
+        shown_model = f"{relative(target.module.path, out.parent)}:{target.class_name}"
+    plan = None if request.plan is None else relative(request.plan, folder)
+    shown_plan = None if request.plan is None else relative(request.plan, out.parent)
+    return _Recorded(model, plan, shown_model, shown_plan, request)
+
+
+def _command(recorded: _Recorded, name: str, target: Target) -> str:
+    """How to regenerate, from the directory that holds the output directory. Without the degree: see the manifest."""
+    parts = ["cpgen emit --model", recorded.shown_model]
+    if recorded.shown_plan is not None:
+        parts += ["--plan", recorded.shown_plan]
+    if name != snake_case(target.class_name):
+        parts += ["--package", name]
+    return " ".join(parts)
+
+
+def _header(label: str, sha256: str, plan: Plan, command: str) -> str:
+    return (
+        "# Code generated by cpgen. DO NOT EDIT. @generated\n"
+        f"# source: {label} sha256:{sha256}\n"
+        f"# plan:   {_plan_label(plan)} sha256:{plan.sha256}\n"
+        f"# regenerate: {command}\n"
+    )
+
+
+def _plan_label(plan: Plan) -> str:
+    # A shipped plan is named with its folder; of a user's own only the file, wherever the command ran.
+    return plan.name if plan.name.startswith("plans/") else Path(plan.name).name
+
+
+def _glue(
+    request: Request, target: Target, plan: Plan, name: str, operation: Operation, runtime: str, command: str
+) -> dict[str, str]:
+    import jinja2
+
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(resources.folder("templates")),
+        undefined=jinja2.StrictUndefined,
+        keep_trailing_newline=True,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    context = {
+        "header": _header(target.module.label, target.module.sha256, plan, command).rstrip("\n"),
+        "package": name,
+        "model_class": target.class_name,
+        "module": target.file_stem,
+        "cp": request.cp,
+        "tp": request.tp,
+        "strategy": request.strategy,
+        "blocks": list(plan.blocks),
+        "heads": plan.heads,
+        "processors": [{"module": item.module, "name": item.name} for item in operation.processors],
+        "runtime": runtime,
+    }
+    names = ("__init__.py", "parallelize.py", "checkpoint.py")
+    return {file: environment.get_template(f"{file}.j2").render(context) for file in names}
+
+
+def _manifest(
+    recorded: _Recorded,
+    name: str,
+    target: Target,
+    plan: Plan,
+    operation: Operation,
+    files: dict[str, str],
+    tree: SourceTree,
+) -> str:
+    request = recorded.request
+    sources = {file.upstream.label: file.upstream.sha256 for file in operation.files}
+    manifest = {
+        "format": MANIFEST_FORMAT,
+        "package": name,
+        "model": target.class_name,
+        "request": {
+            "model": recorded.model,
+            "cp": request.cp,
+            "tp": request.tp,
+            "strategy": request.strategy,
+            "plan": recorded.plan,
+            "vendor_runtime": request.vendor_runtime,
+        },
+        "versions": {"cpgen": cpgen.__version__, "diffusers": diffusers_version(tree)},
+        "sources": dict(sorted(sources.items())),
+        "plan": {"name": _plan_label(plan), "sha256": plan.sha256},
+        "templates": resources.template_hashes(),
+        "outputs": {file: sha256(text) for file, text in sorted(files.items())},
+        "edits": [edit for file in operation.files for edit in _listed(file)],
+    }
+    return json.dumps(manifest, indent=2, ensure_ascii=True) + "\n"
+
+
+def sha256(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _listed(file: EditedFile) -> list[dict[str, Any]]:
+    return [
+        {
+            "file": file.name,
+            "upstream_line": edit.line,
+            "kind": "insert" if isinstance(edit, Insertion) else "wrap",
+            "code": edit.code,
+            "reason": edit.reason,
+        }
+        for edit in file.edits
+    ]

@@ -1,0 +1,329 @@
+"""YAML to `Plan`: every name checked, every finding with its line."""
+
+from __future__ import annotations
+
+import hashlib
+import keyword
+import re
+from collections.abc import Callable
+from typing import Any
+
+from packaging.specifiers import InvalidSpecifier, SpecifierSet
+
+from cpgen.conditions import GRAMMAR, ConditionError, parse_condition
+from cpgen.diagnostics import CpgenError, Finding, did_you_mean
+from cpgen.plan import AttentionFunction, Gather, Plan, Prefix, Probe, Shard, Site, Whole
+from cpgen.probes import validate_probe
+from cpgen.yamldoc import Path, YamlDocument, parse_yaml
+
+KINDS = ("self", "joint", "cross", "causal")
+LAYOUTS = ("BSHD", "BHSD")
+_MAX_NDIM = 8
+_VARIABLE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<path>(\[(\*|-?\d+|'[A-Za-z0-9_.]+')\])*)")
+_STEP = re.compile(r"\[(\*|-?\d+|'[A-Za-z0-9_.]+')\]")
+
+
+def is_name(text: object) -> bool:
+    """Whether `text` can stand as a name in generated code: an ASCII identifier, not a keyword, not dunder."""
+    return (
+        isinstance(text, str)
+        and text.isascii()
+        and text.isidentifier()
+        and not keyword.iskeyword(text)
+        and not text.startswith("__")
+    )
+
+
+def load_plan(text: str, name: str) -> Plan:
+    """Read a plan from YAML. `name` is shown in messages and headers. Raises CpgenError with all findings."""
+    document = parse_yaml(text, name)
+    reader = _Reader(document)
+    plan = reader.plan(hashlib.sha256(text.encode()).hexdigest())
+    if reader.findings:
+        raise CpgenError(sorted(reader.findings, key=lambda f: (f.location.line, f.location.column) if f.location else (0, 0)))
+    return plan
+
+
+class _Reader:
+    def __init__(self, document: YamlDocument) -> None:
+        self._document = document
+        self.findings: list[Finding] = []
+        self._streams: tuple[str, ...] = ()
+
+    def plan(self, sha256: str) -> Plan:
+        root = self._mapping(
+            (),
+            required=("model", "blocks", "streams", "region", "attention"),
+            optional=("diffusers", "heads", "outside", "probes"),
+        )
+        self._streams = self._names(root, ("streams",))
+        region = self._mapping(("region",), required=("begin", "shard", "gather"), optional=("prefix",))
+        begin = self._mapping(("region", "begin"), required=("before",))
+        return Plan(
+            model=self._name(root, ("model",)),
+            diffusers=self._specifier(root),
+            heads=self._name(root, ("heads",)) if "heads" in root else None,
+            blocks=self._names(root, ("blocks",)),
+            streams=self._streams,
+            begin=self._name(begin, ("region", "begin", "before")),
+            shards=self._each(region, ("region", "shard"), self._shard),
+            prefixes=self._each(region, ("region", "prefix"), self._prefix),
+            gathers=self._each(region, ("region", "gather"), self._gather),
+            attention=self._each(root, ("attention",), self._function),
+            outside=self._names(root, ("outside",)) if "outside" in root else (),
+            probes=self._probes(root),
+            name=self._document.name,
+            sha256=sha256,
+        )
+
+    # Entries
+
+    def _shard(self, path: Path) -> Shard:
+        entry = self._mapping(path, required=("dim", "ndim", "stream"), optional=("optional", "when"))
+        variable, steps = self._variable(path)
+        dim, ndim = self._dims(entry, path)
+        return Shard(
+            variable,
+            steps,
+            dim,
+            ndim,
+            self._stream_list(entry, (*path, "stream")),
+            self._typed(entry, (*path, "optional"), bool, False),
+            self._condition(entry, (*path, "when"), variable),
+            self._document.key(path),
+        )
+
+    def _gather(self, path: Path) -> Gather:
+        entry = self._mapping(path, required=("after", "dim", "ndim", "stream"))
+        variable, steps = self._variable(path)
+        dim, ndim = self._dims(entry, path)
+        streams = self._stream_list(entry, (*path, "stream"))
+        if len(streams) > 1:
+            self._find("CP105", "gather takes one stream", (*path, "stream"))
+        after = self._name(entry, (*path, "after"))
+        return Gather(variable, steps, dim, ndim, streams[0] if streams else "", after, self._document.key(path))
+
+    def _prefix(self, path: Path) -> Prefix:
+        variable = str(path[-1])
+        if not is_name(variable):
+            self._find("CP105", f"'{variable}' is not a variable's name", path, key=True)
+        stream = self._stream_list({path[-1]: self._value(path)}, path)
+        return Prefix(variable, stream[0] if stream else "", self._document.key(path))
+
+    def _function(self, path: Path) -> AttentionFunction:
+        owner = str(path[-1])
+        if not is_name(owner):
+            self._find("CP105", f"'{owner}' is not a class name", path, key=True)
+        whole: tuple[Whole, ...] = ()
+        sites_path = path
+        if isinstance(self._value(path), dict):
+            entry = self._mapping(path, required=("sites",), optional=("whole",))
+            sites_path = (*path, "sites")
+            whole = tuple(self._whole((*path, "whole", i)) for i in self._indices(entry.get("whole", []), (*path, "whole")))
+        sites = tuple(self._site((*sites_path, i)) for i in self._indices(self._value(sites_path), sites_path))
+        calls = [site.call for site in sites]
+        for i, call in enumerate(calls):
+            if call in calls[:i]:
+                self._find("CP105", f"call {call} is described twice", (*sites_path, i))
+        return AttentionFunction(owner, sites, whole, self._document.key(path))
+
+    def _site(self, path: Path) -> Site:
+        entry = self._mapping(path, required=("call", "kind"), optional=("stream", "kv", "when", "otherwise", "layout"))
+        kind = self._choice(entry, (*path, "kind"), KINDS)
+        streams = self._stream_list(entry, (*path, "stream")) if "stream" in entry else ()
+        if kind == "cross" and "stream" in entry and "kv" not in entry:
+            self._find("CP105", "cross-attention on replicated keys takes no stream", (*path, "stream"), key=True)
+        if kind != "cross" and not streams:
+            self._find("CP107", f"a {kind} site names its stream", path)
+        if kind == "joint" and len(streams) < 2 and streams:
+            self._find(
+                "CP105", "a joint site names its streams in the order in which they are concatenated", (*path, "stream")
+            )
+        return Site(
+            call=self._typed(entry, (*path, "call"), int, 0, lambda v: 0 <= v < 100),
+            kind=kind,
+            streams=streams,
+            kv=self._stream_list(entry, (*path, "kv")) if "kv" in entry else None,
+            when=self._condition(entry, (*path, "when"), None),
+            otherwise=self._stream_list(entry, (*path, "otherwise")) if "otherwise" in entry else None,
+            layout=self._choice(entry, (*path, "layout"), LAYOUTS) if "layout" in entry else None,
+            location=self._document.at(path),
+        )
+
+    def _whole(self, path: Path) -> Whole:
+        entry = self._mapping(path, required=("variables",), optional=("after", "before", "until"))
+        variables = self._mapping((*path, "variables"), any_key=True)
+        if ("after" in entry) == ("before" in entry):
+            self._find("CP107", "one of 'after' and 'before' says where the lengths become whole", path)
+        pairs = []
+        for variable in variables:
+            if not is_name(variable):
+                self._find("CP105", f"'{variable}' is not a variable's name", (*path, "variables", variable), key=True)
+            pairs.append((variable, self._stream_list(variables, (*path, "variables", variable))))
+        after, before, until = (
+            self._name(entry, (*path, key)) if key in entry else None for key in ("after", "before", "until")
+        )
+        return Whole(tuple(pairs), after, before, until, self._document.at(path))
+
+    def _probes(self, root: dict[str, Any]) -> tuple[Probe, ...]:
+        probes = []
+        for i in self._indices(root.get("probes", []), ("probes",)):
+            path: Path = ("probes", i)
+            entry = self._mapping(path, required=("name", "config", "inputs"), optional=("before",))
+            name = self._typed(entry, (*path, "name"), str, "", lambda v: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", v))
+            if name in [probe.name for probe in probes]:
+                self._find("CP105", f"two probes are called '{name}'", (*path, "name"))
+            probe = Probe(
+                name,
+                self._mapping((*path, "config"), any_key=True) if "config" in entry else {},
+                self._mapping((*path, "inputs"), any_key=True) if "inputs" in entry else {},
+                self._names(entry, (*path, "before")) if "before" in entry else (),
+            )
+            for where, message in validate_probe(probe):
+                self._find("CP108", message, (*path, *where))
+            probes.append(probe)
+        return tuple(probes)
+
+    # Values
+
+    def _mapping(
+        self, path: Path, required: tuple[str, ...] = (), optional: tuple[str, ...] = (), *, any_key: bool = False
+    ) -> dict[str, Any]:
+        value = self._value(path)
+        if not isinstance(value, dict):
+            if path == () or self._exists(path):
+                self._find("CP105", "expected a mapping" if path else "a plan is a mapping", path)
+            return {}
+        if not any_key:
+            for key in value:
+                if key not in required + optional:
+                    hint = did_you_mean(key, required + optional)
+                    note = f"keys here: {', '.join(required + optional)}"
+                    self._find("CP103", f"unknown key '{key}'", (*path, key), key=True, hint=hint, note=note)
+            for key in required:
+                if key not in value:
+                    self._find("CP107", f"missing key '{key}'", path, key=True)
+        return value
+
+    def _each(self, parent: dict[str, Any], path: Path, read: Callable[[Path], Any]) -> tuple[Any, ...]:
+        if path[-1] not in parent:
+            return ()
+        return tuple(read((*path, key)) for key in self._mapping(path, any_key=True))
+
+    def _indices(self, value: Any, path: Path) -> range:
+        if not isinstance(value, list):
+            self._find("CP105", "expected a list", path)
+            return range(0)
+        return range(len(value))
+
+    def _name(self, parent: dict[str, Any], path: Path) -> str:
+        value = parent.get(str(path[-1]))
+        if path[-1] in parent and not is_name(value):
+            self._find("CP105", f"{value!r} is not a name", path, note="a plan's names end up in code: identifiers only")
+            return ""
+        return str(value or "")
+
+    def _names(self, parent: dict[str, Any], path: Path) -> tuple[str, ...]:
+        if path[-1] not in parent:
+            return ()
+        names = []
+        for i in self._indices(parent[str(path[-1])], path):
+            value = self._value((*path, i))
+            if is_name(value):
+                names.append(value)
+            else:
+                self._find("CP105", f"{value!r} is not a name", (*path, i))
+        return tuple(names)
+
+    def _stream_list(self, parent: dict[Any, Any], path: Path) -> tuple[str, ...]:
+        value = parent.get(path[-1])
+        if path[-1] not in parent:
+            return ()
+        names = value if isinstance(value, list) else [value]
+        for name in names:
+            if name not in self._streams:
+                hint = did_you_mean(str(name), self._streams)
+                note = f"streams of this plan: {', '.join(self._streams) or 'none'}"
+                self._find("CP105", f"unknown stream {name!r}", path, hint=hint, note=note)
+        return tuple(str(name) for name in names)
+
+    def _variable(self, path: Path) -> tuple[str, tuple[str | int, ...]]:
+        text = str(path[-1])
+        match = _VARIABLE.fullmatch(text)
+        if match is None or not is_name(match["name"]):
+            note = "a variable, and a path into it such as [0], [*] or ['key']"
+            self._find("CP105", f"'{text}' is not a variable", path, key=True, note=note)
+            return "", ()
+        return match["name"], tuple(self._step(step) for step in _STEP.findall(match["path"]))
+
+    @staticmethod
+    def _step(step: str) -> str | int:
+        if step == "*":
+            return step
+        return step[1:-1] if step.startswith("'") else int(step)
+
+    def _dims(self, entry: dict[str, Any], path: Path) -> tuple[int, int]:
+        ndim = self._typed(entry, (*path, "ndim"), int, 1, lambda v: 1 <= v <= _MAX_NDIM)
+        dim = self._typed(entry, (*path, "dim"), int, 0)
+        if "dim" in entry and not 0 <= dim < ndim:
+            self._find("CP105", f"dim {dim} cannot be: a tensor of ndim {ndim} has dims 0 to {ndim - 1}", (*path, "dim"))
+        return dim, ndim
+
+    def _typed(
+        self, entry: dict[str, Any], path: Path, kind: type, default: Any, check: Callable[[Any], Any] | None = None
+    ) -> Any:
+        if path[-1] not in entry:
+            return default
+        value = entry[str(path[-1])]
+        if type(value) is not kind or (check is not None and not check(value)):
+            self._find("CP105", f"{value!r} is not a valid {path[-1]} ({kind.__name__})", path)
+            return default
+        return value
+
+    def _choice(self, entry: dict[str, Any], path: Path, choices: tuple[str, ...]) -> str:
+        value = entry.get(str(path[-1]))
+        if path[-1] in entry and value not in choices:
+            hint = did_you_mean(str(value), choices)
+            self._find("CP105", f"{value!r} is not one of {', '.join(choices)}", path, hint=hint)
+        return str(value)
+
+    def _condition(self, entry: dict[str, Any], path: Path, subject: str | None) -> str | None:
+        if path[-1] not in entry:
+            return None
+        value = entry[str(path[-1])]
+        try:
+            if not isinstance(value, str):
+                raise ConditionError(f"{value!r} is not text")
+            return parse_condition(value, subject)[0]
+        except ConditionError as error:
+            self._find("CP109", f"not a condition: {error}", path, note=f"allowed: {GRAMMAR}")
+            return None
+
+    def _specifier(self, root: dict[str, Any]) -> str | None:
+        if "diffusers" not in root:
+            return None
+        value = root["diffusers"]
+        try:
+            if not isinstance(value, str):
+                raise InvalidSpecifier
+            SpecifierSet(value)
+        except InvalidSpecifier:
+            self._find("CP105", f"{value!r} is not a version range such as '>=0.42,<0.43'", ("diffusers",))
+            return None
+        return value
+
+    def _value(self, path: Path) -> Any:
+        value = self._document.value
+        for step in path:
+            try:
+                value = value[step]
+            except (KeyError, IndexError, TypeError):
+                return None
+        return value
+
+    def _exists(self, path: Path) -> bool:
+        return self._document.at(path) is not self._document.at(path[:-1])
+
+    def _find(self, code: str, message: str, path: Path, *, key: bool = False, **parts: str | None) -> None:
+        place = self._document.key(path) if key else self._document.at(path)
+        self.findings.append(Finding(code, message, place, **parts))

@@ -1,0 +1,460 @@
+"""Training checkpoints: one directory per step, complete when DCP's `.metadata` is in it."""
+
+from __future__ import annotations
+
+import io
+import os
+import random
+import re
+import shutil
+import sys
+import warnings
+import zipfile
+from collections.abc import Callable
+from concurrent.futures import Future
+from hashlib import sha256
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._pytree import tree_leaves
+
+from .mesh import agree, control_group, data_rank, mesh_of
+
+METADATA = ".metadata"
+_STEP = re.compile(r"step_(\d+)(\.replaced)?")
+
+ResultT = TypeVar("ResultT")
+_pending: AsyncSave | None = None
+
+
+class AsyncSave:
+    """A checkpoint being written in the background. Keep the process group until `wait` has returned."""
+
+    def __init__(self, future: Future[Any], path: Path, keep: int | None) -> None:
+        self._future = future
+        self._path = path
+        self._keep = keep
+        self._finished = False
+
+    def done(self) -> bool:
+        """Whether the writing has ended."""
+        return self._future.done()
+
+    def wait(self) -> None:
+        """Return once the checkpoint is complete and older ones are pruned. Raises ValueError if it failed."""
+        if self._finished:
+            return
+        try:
+            self._future.result()
+        except (Exception, CheckpointException) as error:
+            raise ValueError(_saving_failed(self._path, error)) from error
+        self._finished = True
+        if _is_first_rank():
+            _prune(self._path, self._keep)
+
+    def result(self) -> None:
+        """The same as `wait`."""
+        self.wait()
+
+
+def save_checkpoint(
+    directory: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int,
+    extra: dict[str, Any] | None = None,
+    keep: int | None = None,
+    asynchronous: bool = False,
+) -> AsyncSave | None:
+    """Write `directory`/step_`step`. Collective; `directory` is one that every rank sees.
+
+    Saved are the model under its own parameter names, the optimizer, the random state of every data rank, and `extra`:
+    objects with state_dict and load_state_dict, or plain values. States that hold DTensors are saved sharded; others
+    once if all data ranks have the same, else (a dataloader's position) once per data rank.
+    With `keep`, all but this and the latest others are deleted once this one is complete. With `asynchronous` the state
+    is copied to host memory and written by a thread; the handle's `wait` ends it, and so does the next save or load.
+    Raises ValueError on every rank if the directory can't be written.
+    """
+    global _pending
+    if step < 0 or (keep is not None and keep < 1):
+        raise ValueError(f"step={step} must not be negative, and keep={keep} must be at least 1 (or None: all)")
+    _check_names(extra or {})
+    _finish_pending()
+    path = Path(directory) / f"step_{step}"
+    _on_first_rank(lambda: _make_room(path), f"the checkpoint {path} can't be written")
+    agree(None if path.is_dir() else f"rank 0 made {path}, but not every rank sees it; use a shared directory")
+    state = _saved_state(model, optimizer, extra or {})
+    group = control_group()
+    try:
+        if asynchronous and group is not None:
+            future = dcp.async_save(state, checkpoint_id=path, process_group=group)
+            assert isinstance(future, Future)
+            _pending = AsyncSave(future, path, keep)
+            return _pending
+        with _quiet():
+            dcp.save(state, checkpoint_id=path, process_group=group)
+    except CheckpointException as error:
+        raise ValueError(_saving_failed(path, error)) from error
+    _on_first_rank(lambda: _prune(path, keep), f"{path} is complete, but older checkpoints can't be deleted")
+    if asynchronous:
+        done: Future[Any] = Future()
+        done.set_result(None)
+        return AsyncSave(done, path, keep)
+    return None
+
+
+def load_checkpoint(
+    directory: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer | None = None,
+    *,
+    step: int = -1,
+    extra: dict[str, Any] | None = None,
+) -> int | None:
+    """Load step `step`, or the latest complete one (-1), whatever mesh it was saved on. Collective.
+
+    Returns the step, or None if -1 was asked for and there is none. Objects in `extra` get their state, plain values are
+    replaced in the dict. Everything is checked before anything is changed: names, shapes, and checksums of every file.
+    Gradients are dropped. Random state is restored if the number of data ranks is the same, else there is a warning.
+    Raises ValueError on every rank if the step is absent or incomplete, or the checkpoint is damaged or another model's.
+    Checkpoints hold pickled metadata: load only those that you trust.
+    """
+    extra = {} if extra is None else extra
+    _check_names(extra)
+    _finish_pending()
+    found = _on_first_rank(lambda: _find(Path(directory), step), f"{directory} can't be read")
+    if found is None:
+        return None
+    step, path = found
+    metadata = _on_every_rank(lambda: _read_metadata(path))
+    untouched = optimizer is None or not optimizer.state
+    target = _target_state(model, optimizer, metadata)
+    rank, size = _data_rank(model)
+    try:
+        _on_every_rank(lambda: _check_content(path, metadata, target, extra, size))
+        _on_every_rank(lambda: _check_files(path, metadata))
+    except ValueError:
+        if optimizer is not None and untouched:
+            optimizer.state.clear()  # asking for the optimizer's layout filled it
+        raise
+    target["extra"] = {name: _extra_target(name, value, rank, metadata) for name, value in extra.items()}
+    same_size = f"rng.{size - 1}" in metadata.state_dict_metadata and f"rng.{size}" not in metadata.state_dict_metadata
+    target["rng"] = {str(rank): b""} if same_size else {}
+    if not same_size:
+        warnings.warn(f"{path} was saved by another number of data ranks: random state is not restored", stacklevel=2)
+    try:
+        with _quiet():
+            dcp.load(target, checkpoint_id=path, process_group=control_group())
+        set_model_state_dict(model, target["model"])
+        if optimizer is not None:
+            # Not strict: a parameter that never had a gradient has no state.
+            set_optimizer_state_dict(model, optimizer, target["optimizer"], options=StateDictOptions(strict=False))
+    except (CheckpointException, RuntimeError, KeyError) as error:
+        raise ValueError(f"{path} was loaded in part only, do not use the model: {_reason(error)}") from error
+    for name, saved in target["extra"].items():
+        state = saved["sharded"] if "sharded" in saved else _from_bytes(next(iter(saved.values())))
+        if isinstance(extra[name], Stateful):
+            extra[name].load_state_dict(state)
+        else:
+            extra[name] = state
+    if same_size:
+        _set_random_state(_from_bytes(target["rng"][str(rank)]))
+    return step
+
+
+def _saved_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any]
+) -> dict[str, Any]:
+    """Everything that is saved, by the names it has in the checkpoint."""
+    _reshard(model)
+    rank, _ = _data_rank(model)
+    state: dict[str, Any] = {"model": get_model_state_dict(model), "extra": {}}
+    state["rng"] = {str(rank): _to_bytes(_random_state())}
+    if optimizer is not None:
+        unused = not optimizer.state
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        if unused:
+            # torch filled it by a step of its own, which would count in Adam's bias correction.
+            optimizer.state.clear()
+            state["optimizer"]["state"] = {}
+    blobs = {}
+    for name, value in extra.items():
+        content = value.state_dict() if isinstance(value, Stateful) else value
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves(content)):
+            state["extra"][name] = {"sharded": content}
+        else:
+            blobs[name] = _to_bytes(content)
+    digests = _gather({name: sha256(blob).hexdigest() for name, blob in blobs.items()})
+    for name, blob in blobs.items():
+        same = all(digest.get(name) == digests[0].get(name) for digest in digests)
+        state["extra"][name] = {"all" if same else str(rank): blob}
+    return state
+
+
+def _target_state(
+    model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, metadata: Metadata
+) -> dict[str, Any]:
+    """Model and optimizer state to load into, without the optimizer state that the checkpoint does not have."""
+    _reshard(model)
+    target: dict[str, Any] = {"model": get_model_state_dict(model)}
+    if optimizer is not None:
+        optimizer.zero_grad(set_to_none=True)  # with gradients, torch would not lay the optimizer's state out
+        target["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        states = target["optimizer"]["state"]
+        saved = {key for key in metadata.state_dict_metadata if key.startswith("optimizer.state.")}
+        for name in list(states):
+            if not any(f"optimizer.state.{name}.{key}" in saved for key in flatten_state_dict(states[name])[0]):
+                del states[name]
+    return target
+
+
+def _check_content(
+    path: Path, metadata: Metadata, target: dict[str, Any], extra: dict[str, Any], data_ranks: int
+) -> None:
+    """Raise one ValueError with everything in which the checkpoint differs from what is to be loaded."""
+    stored = metadata.state_dict_metadata
+    wanted = flatten_state_dict(target)[0]
+    problems = [f"missing: {key}" for key in wanted.keys() - stored.keys()]
+    problems += [f"unexpected: {key}" for key in stored.keys() - wanted.keys() if key.startswith("model.")]
+    for key in wanted.keys() & stored.keys():
+        value, entry = wanted[key], stored[key]
+        if isinstance(value, torch.Tensor) != isinstance(entry, TensorStorageMetadata):
+            problems.append(f"kind of {key}: a tensor on one side, another object on the other")
+        elif isinstance(entry, TensorStorageMetadata) and tuple(entry.size) != tuple(value.shape):
+            problems.append(f"shape of {key}: {list(entry.size)} in the checkpoint, {list(value.shape)} in the model")
+    for name in extra:
+        kinds = _extra_kinds(name, metadata)
+        if not kinds:
+            problems.append(f"missing in extra: {name}")
+        elif kinds.isdisjoint({"all", "sharded"}) and len(kinds) != data_ranks:
+            problems.append(
+                f"extra {name} differs by data rank and was saved by {len(kinds)} of them, now there are {data_ranks}: "
+                f"leave it out of extra"
+            )
+    if problems:
+        raise ValueError(f"{path} does not fit what it is loaded into:\n  " + "\n  ".join(sorted(problems)))
+
+
+def _check_files(path: Path, metadata: Metadata) -> None:
+    """Raise ValueError if an entry is cut short or its checksum is wrong. Each rank checks its share of the entries."""
+    group = control_group()
+    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
+    entries = sorted(metadata.storage_data.items(), key=lambda item: (item[1].relative_path, item[1].offset))
+    for index, place in entries[rank::size]:
+        file = path / place.relative_path
+        try:
+            with file.open("rb") as stream:
+                stream.seek(place.offset)
+                data = stream.read(place.length)
+            broken = len(data) < place.length or zipfile.ZipFile(io.BytesIO(data)).testzip()
+        except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
+            raise ValueError(f"{file} is damaged at {index.fqn}: {error}") from error
+        if broken:
+            raise ValueError(f"{file} is damaged at {index.fqn}: it is cut short or its checksum is wrong")
+
+
+def _read_metadata(path: Path) -> Metadata:
+    try:
+        metadata = dcp.FileSystemReader(path).read_metadata()
+        assert isinstance(metadata.state_dict_metadata, dict) and isinstance(metadata.storage_data, dict)
+    except Exception as error:  # unpickling what is no pickle raises anything
+        raise ValueError(f"{path / METADATA} is damaged or not a checkpoint's: {error}") from error
+    return metadata
+
+
+def _extra_kinds(name: str, metadata: Metadata) -> set[str]:
+    """How the extra `name` was saved: {"all"}, {"sharded"}, or its data ranks. Empty if it is not there."""
+    keys = (key.split(".") for key in metadata.state_dict_metadata if key.startswith(f"extra.{name}."))
+    return {parts[2] for parts in keys}
+
+
+def _extra_target(name: str, value: Any, rank: int, metadata: Metadata) -> dict[str, Any]:
+    kinds = _extra_kinds(name, metadata)
+    if "sharded" in kinds:
+        return {"sharded": value.state_dict() if isinstance(value, Stateful) else value}
+    return {"all" if "all" in kinds else str(rank): b""}
+
+
+def _check_names(extra: dict[str, Any]) -> None:
+    bad = [name for name in extra if not isinstance(name, str) or not name or "." in name]
+    if bad:
+        raise ValueError(f"names in extra are texts without a dot, not {', '.join(map(repr, bad))}")
+
+
+def _steps(directory: Path) -> dict[int, Path]:
+    """The complete checkpoints in `directory`, by step. A re-saved step counts as the old one until it is complete."""
+    steps: dict[int, Path] = {}
+    for path in sorted(directory.glob("step_*"), reverse=True):  # step_1 after step_1.replaced
+        if (match := _STEP.fullmatch(path.name)) and (path / METADATA).is_file():
+            steps[int(match[1])] = path
+    return steps
+
+
+def _find(directory: Path, step: int) -> tuple[int, Path] | None:
+    if directory.exists() and not directory.is_dir():
+        raise ValueError(f"{directory} is not a directory")
+    steps = _steps(directory)
+    if step == -1:
+        return max(steps.items(), default=None)
+    if step not in steps:
+        state = "incomplete" if (directory / f"step_{step}").exists() else "not there"
+        there = ", ".join(map(str, sorted(steps))) or "none"
+        raise ValueError(f"step {step} in {directory} is {state}; complete steps: {there}")
+    return step, steps[step]
+
+
+def _make_room(path: Path) -> None:
+    """An empty directory `path`. A complete checkpoint there steps aside until the new one is complete."""
+    if (path / METADATA).is_file():
+        _delete(_replaced(path))
+        path.rename(_replaced(path))
+    _delete(path)
+    path.mkdir(parents=True)
+
+
+def _prune(path: Path, keep: int | None) -> None:
+    """Delete what the complete checkpoint `path` makes superfluous."""
+    _delete(_replaced(path))
+    if keep is None:
+        return
+    own = int(path.name.removeprefix("step_"))
+    steps = _steps(path.parent)
+    others = sorted(steps.keys() - {own}, reverse=True)
+    for step in others[keep - 1 :]:
+        _delete(steps[step])
+    for left in path.parent.glob("step_*"):
+        match = _STEP.fullmatch(left.name)
+        if match and int(match[1]) < own and not (left / METADATA).is_file():
+            _delete(left)  # a killed save's
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f"{path.name}.replaced")
+
+
+def _delete(path: Path) -> None:
+    (path / METADATA).unlink(missing_ok=True)  # first: half deleted, it must not look complete
+    if path.exists():
+        shutil.rmtree(path)
+
+
+def _reshard(model: torch.nn.Module) -> None:
+    """Free gathered parameters: after an evaluation some still are, and the optimizer knows only the sharded ones."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def _data_rank(model: torch.nn.Module) -> tuple[int, int]:
+    if (mesh := mesh_of(model)) is not None:
+        return data_rank(mesh)
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def _random_state() -> dict[str, Any]:
+    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        state["cuda"] = torch.cuda.get_rng_state()
+    if (numpy := sys.modules.get("numpy")) is not None:
+        state["numpy"] = numpy.random.get_state()
+    return state
+
+
+def _set_random_state(state: dict[str, Any]) -> None:
+    random.setstate(state["python"])
+    torch.set_rng_state(state["torch"])
+    if "cuda" in state and torch.cuda.is_available():
+        torch.cuda.set_rng_state(state["cuda"])
+    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.set_state(state["numpy"])
+
+
+def _to_bytes(value: Any) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(value, buffer)
+    return buffer.getvalue()
+
+
+def _from_bytes(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
+
+
+def _is_first_rank() -> bool:
+    return not dist.is_initialized() or dist.get_rank() == 0
+
+
+def _gather(value: dict[str, str]) -> list[dict[str, str]]:
+    if (group := control_group()) is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def _on_first_rank(action: Callable[[], ResultT], what: str) -> ResultT:
+    """Run `action` on rank 0; its result, or its error as a ValueError, on every rank. Collective."""
+    outcome: list[Any] = [None, None]
+    if _is_first_rank():
+        try:
+            outcome = [None, action()]
+        except OSError as error:
+            outcome = [f"{what}: {error}", None]
+        except ValueError as error:
+            outcome = [str(error), None]
+    if (group := control_group()) is not None:
+        dist.broadcast_object_list(outcome, src=0, group=group)
+    if outcome[0] is not None:
+        raise ValueError(outcome[0])
+    result: ResultT = outcome[1]
+    return result
+
+
+def _on_every_rank(action: Callable[[], ResultT]) -> ResultT:
+    """Run `action` on every rank; a ValueError of one is raised on all. Collective."""
+    try:
+        result = action()
+    except ValueError as error:
+        agree(str(error))
+        raise
+    agree(None)
+    return result
+
+
+def _finish_pending() -> None:
+    global _pending
+    pending, _pending = _pending, None
+    if pending is not None:
+        pending.wait()
+
+
+def _quiet() -> warnings.catch_warnings[None]:
+    """Without DCP's remark that a single process has no process group."""
+    return warnings.catch_warnings(action="ignore", message=".*(unavailable or|unavailable, or|un)initialized.*")
+
+
+def _saving_failed(path: Path, error: BaseException) -> str:
+    return f"the checkpoint {path} is incomplete and will not be loaded: {_reason(error)}"
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (cause, _) = min(error.failures.items())
+        return f"{type(cause).__name__}: {cause} (on rank {rank})"
+    return f"{type(error).__name__}: {error}"

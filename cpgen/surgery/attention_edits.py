@@ -1,0 +1,193 @@
+"""Attention functions: the exchange around each call, masks, and lengths that must be the whole streams'."""
+
+from __future__ import annotations
+
+import ast
+
+from cpgen.conditions import parse_condition
+from cpgen.diagnostics import Finding, did_you_mean
+from cpgen.plan import AttentionFunction, Site, Whole
+from cpgen.surgery.edits import Edit, Insertion
+from cpgen.surgery.functions import ATTENTION_LAYOUT, Function, attention_function
+from cpgen.surgery.region_edits import wrap
+
+
+def attention_edits(
+    plan: AttentionFunction, function: Function, strategy: str, names: list[str], findings: list[Finding]
+) -> list[Edit]:
+    """The edits to one attention function. `names` are free variable names for its sites, one each."""
+    calls = function.attention_calls()
+    _check_complete(plan, function, calls, findings)
+    edits: list[Edit] = []
+    exchanging = [site for site in plan.sites if site.streams and site.call < len(calls)]
+    for site, cp in zip(exchanging, names, strict=False):
+        call = calls[site.call]
+        assert isinstance(call, ast.Call)
+        edits += _site_edits(site, call, function, strategy, cp, findings)
+    if plan.whole and not exchanging:
+        findings.append(Finding("CP105", f"{plan.owner} has no site that exchanges tokens", plan.location))
+    elif plan.whole:
+        for whole in plan.whole:
+            edits += _whole_edits(whole, function, names[0], findings)
+    return edits
+
+
+def _check_complete(
+    plan: AttentionFunction, function: Function, calls: list[ast.Call], findings: list[Finding]
+) -> None:
+    described = {site.call for site in plan.sites}
+    for number, call in enumerate(calls):
+        if number not in described:
+            place = function.module.location(call)
+            message = f"call {number} of {plan.owner} attends, but the plan does not describe it"
+            note = f"it is at {place.file}:{place.line}: {(place.text or '').strip()}"
+            findings.append(Finding("CP501", message, plan.location, note=note))
+    for site in plan.sites:
+        if site.call >= len(calls):
+            message = f"{plan.owner} has no attention call {site.call}: there are {len(calls)}, counted from 0"
+            findings.append(Finding("CP104", message, site.location))
+        if site.when is not None:
+            unknown = sorted(parse_condition(site.when)[1] - set(function.parameters))
+            for name in unknown:
+                message = f"'{name}' is not a parameter of {plan.owner}.{function.node.name}"
+                note = "a site's condition is evaluated where the function begins"
+                hint = did_you_mean(name, function.parameters)
+                findings.append(Finding("CP104", message, site.location, hint=hint, note=note))
+
+
+def _site_edits(
+    site: Site, call: ast.Call, function: Function, strategy: str, cp: str, findings: list[Finding]
+) -> list[Edit]:
+    def find(message: str, note: str | None = None) -> None:
+        place = function.module.location(call)
+        findings.append(Finding("CP502", message, site.location, note=note or f"the call is at {place.file}:{place.line}"))
+
+    module = "attn" if "attn" in function.parameters else "self"
+    if module == "self" and function.node.name == "__call__":
+        find(f"{function.owner.name}.__call__ has no parameter 'attn', the attention module that it works for")
+    statement = function.statement_of(call)
+    tensors = [_argument(call, position, name) for position, name in enumerate(("query", "key", "value"))]
+    if not all(isinstance(tensor, ast.Name) for tensor in tensors):
+        find("query, key and value of the call must be variables")
+        return []
+    query, key, value = (tensor.id for tensor in tensors)  # type: ignore[union-attr]
+    causal = _argument(call, 5, "is_causal")
+    is_causal = causal is not None and not (isinstance(causal, ast.Constant) and causal.value is False)
+    if is_causal and strategy == "allgather":
+        find("a causal call needs all queries in order: allgather keeps this rank's only", "emit with --strategy ulysses")
+
+    indent = " " * statement.col_offset
+    edits: list[Edit] = [
+        Insertion(
+            function.first_statement.lineno,
+            " " * function.first_statement.col_offset,
+            _site_code(site, module, attention_function(call) or "", cp),
+            _site_reason(site),
+        )
+    ]
+    if strategy == "ulysses":
+        code = f"{query}, {key}, {value} = {cp}.seq_to_heads({query}, {key}, {value})"
+        edits.append(Insertion(statement.lineno, indent, code, "all tokens, this rank's heads"))
+        edits.append(_heads_to_seq(call, statement, function, cp))
+        rebound = (query, key, value)
+    else:
+        code = f"{key}, {value} = {cp}.gather_kv({query}, {key}, {value})"
+        edits.append(Insertion(statement.lineno, indent, code, "keys and values of all tokens"))
+        rebound = (key, value)
+    later = _later_use(function, statement, rebound)
+    if later is not None:
+        find(f"'{later.id}' is used again at line {later.lineno}, where it would be the exchanged one")
+    mask = _argument(call, 3, "attn_mask")
+    if mask is not None and not (isinstance(mask, ast.Constant) and mask.value is None):
+        method = "mask_heads" if strategy == "ulysses" else "mask_rows"
+        reason = "this rank's heads" if strategy == "ulysses" else "this rank's rows"
+        edits.append(wrap(function, mask, f"{cp}.{method}(", ")", reason))
+    return edits
+
+
+def _site_code(site: Site, module: str, called: str, cp: str) -> str:
+    layout = site.layout or ATTENTION_LAYOUT[called]
+    kv = "" if site.kv is None else f", kv=({''.join(f'{name!r}, ' for name in site.kv)})".replace("'", '"')
+    suffix = f'{kv}, layout="{layout}"' if layout != "BSHD" else kv
+
+    def with_streams(streams: tuple[str, ...]) -> str:
+        return f"attention_site({module}, " + ", ".join(f'"{name}"' for name in streams) + suffix
+
+    if site.when is None:
+        return f"{cp} = {with_streams(site.streams)})"
+    if site.otherwise is None:
+        return f"{cp} = {with_streams(site.streams)}, when={site.when})"
+    return f"{cp} = {with_streams(site.streams)}) if {site.when} else {with_streams(site.otherwise)})"
+
+
+def _site_reason(site: Site) -> str:
+    if site.when is None or site.otherwise:
+        return f"{site.kind} attention"
+    return f"{site.kind} attention, else local: every rank has all keys"
+
+
+def _heads_to_seq(call: ast.Call, statement: ast.stmt, function: Function, cp: str) -> Edit:
+    reason = "this rank's tokens, all heads"
+    if isinstance(statement, ast.Assign) and statement.value is call and len(statement.targets) == 1:
+        target = statement.targets[0]
+        if isinstance(target, (ast.Tuple, ast.List)):  # (output, log-sum-exp) and the like
+            target = target.elts[0]
+        if isinstance(target, ast.Name):
+            assert statement.end_lineno is not None
+            code = f"{target.id} = {cp}.heads_to_seq({target.id})"
+            return Insertion(statement.end_lineno + 1, " " * statement.col_offset, code, reason, follows=True)
+    return wrap(function, call, f"{cp}.heads_to_seq(", ")", reason)
+
+
+def _whole_edits(whole: Whole, function: Function, cp: str, findings: list[Finding]) -> list[Edit]:
+    names = [name for name in (whole.before, whole.after, whole.until) if name]
+    missing = [name for name in names if not function.assignments_of(name)]
+    missing += [name for name, _ in whole.variables if name not in function.names]
+    for name in missing:
+        message = f"{function.owner.name}.{function.node.name} does not assign '{name}'"
+        hint = did_you_mean(name, function.names)
+        findings.append(Finding("CP104", message, whole.location, hint=hint))
+    if missing:
+        return []
+    first = function.assignments_of(whole.before or whole.after or "")[0]
+    edits: list[Edit] = []
+    for name, streams in whole.variables:
+        arguments = ", ".join([name, *(f'"{stream}"' for stream in streams)])
+        line = first.lineno if whole.before else (first.end_lineno or first.lineno) + 1
+        reason = f"the length of all of {', '.join(streams)}"
+        code = f"{name} = {cp}.whole_length({arguments})"
+        edits.append(Insertion(line, " " * first.col_offset, code, reason, follows=not whole.before))
+        if whole.until:
+            last = function.assignments_of(whole.until)[-1]
+            code = f"{name} = {cp}.local_length({arguments})"
+            line = (last.end_lineno or last.lineno) + 1
+            edits.append(Insertion(line, " " * last.col_offset, code, "this rank's again", follows=True))
+    return edits
+
+
+def _argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    return call.args[position] if position < len(call.args) else None
+
+
+def _later_use(function: Function, statement: ast.stmt, names: tuple[str, ...]) -> ast.Name | None:
+    """A read of one of `names` behind `statement`, other than of its dtype or device, ahead of its next assignment."""
+    end = statement.end_lineno or statement.lineno
+    reassigned: dict[str, int] = {}
+    for node in ast.walk(function.node):
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.lineno > end and node.id in names:
+            reassigned[node.id] = min(node.lineno, reassigned.get(node.id, node.lineno))
+    for node in ast.walk(function.node):
+        if not (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names):
+            continue
+        if node.lineno <= end or node.lineno > reassigned.get(node.id, node.lineno):
+            continue
+        parent = function.parents[node]
+        if isinstance(parent, ast.Attribute) and parent.attr in ("dtype", "device"):
+            continue
+        if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute) and parent.func.attr == "type_as":
+            continue
+        return node
+    return None

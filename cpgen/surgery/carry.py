@@ -1,0 +1,138 @@
+"""Definitions from other upstream files that must come along: edited ones, and those that refer to them."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+
+from cpgen.source import SourceModule, SourceTree
+from cpgen.surgery.edits import Edit, Insertion, apply_edits
+from cpgen.surgery.imports import Carried, import_rewrites, import_text
+
+
+def close_over(carried: Carried, main: SourceModule, tree: SourceTree) -> Carried:
+    """`carried` plus every definition that `main` imports, or that comes along, and that refers to one of them.
+
+    SD3's blocks, for one, live in diffusers' attention.py and construct a processor from attention_processor.py.
+    """
+    result = Carried({module: set(names) for module, names in carried.names.items()})
+    modules = {origin for origin, inner in main.imported.values() if inner is not None}
+    grew = bool(result.names)
+    while grew:
+        grew = False
+        words = set().union(*result.names.values())
+        for name in sorted(modules):
+            module = tree.find(name)
+            if module is None or module.name == main.name or not any(word in module.text for word in words):
+                continue
+            for definition, node in module.definitions.items():
+                if result.has(name, definition):
+                    continue
+                if any(_is_carried(module, used, tree, result) for used in free_names(node)):
+                    result.names.setdefault(name, set()).add(definition)
+                    grew = True
+    return result
+
+
+def carried_file(module: SourceModule, names: set[str], edits: list[Edit], tree: SourceTree, carried: Carried) -> str:
+    """The package's file for `module`: the definitions `names` with their edits, and the imports they need."""
+    rewrites = import_rewrites(module, tree, carried)
+    inserted = [edit for edit in edits if not (isinstance(edit, Insertion) and edit.line == 0)]
+    nodes = [node for node in module.tree.body if getattr(node, "name", None) in names]
+    inside = [
+        rewrite for rewrite in rewrites if any(node.lineno <= rewrite.line <= (node.end_lineno or 0) for node in nodes)
+    ]
+    chunks = apply_edits(module.lines, [*inserted, *inside])
+    bodies = []
+    for node in nodes:
+        decorators = getattr(node, "decorator_list", [])
+        first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+        bodies.append("".join(chunks[first - 1 : node.end_lineno]))
+    parts = [_licence(module)]
+    if any(isinstance(n, ast.ImportFrom) and n.module == "__future__" for n in module.tree.body):
+        parts.append("from __future__ import annotations\n")
+    runtime = [edit for edit in edits if isinstance(edit, Insertion) and edit.line == 0]
+    imports = _imports(module, nodes, names, tree, carried) + "".join(edit.text for edit in runtime)
+    return "\n".join([*parts, imports]) + "\n\n" + "\n\n".join(bodies)
+
+
+def free_names(node: ast.AST) -> set[str]:
+    """Names that `node` reads when it runs. Annotations don't run: they may name what they like."""
+    return {n.id for n in _running(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
+
+
+def _running(node: ast.AST) -> Iterator[ast.AST]:
+    yield node
+    for name, value in ast.iter_fields(node):
+        if name in ("annotation", "returns"):
+            continue
+        for child in value if isinstance(value, list) else [value]:
+            if isinstance(child, ast.AST):
+                yield from _running(child)
+
+
+def _is_carried(module: SourceModule, name: str, tree: SourceTree, carried: Carried) -> bool:
+    if not any(name in names for names in carried.names.values()) and name not in module.imported:
+        return False
+    found = tree.resolve(module, name)
+    return found is not None and carried.has(found[0].name, found[1])
+
+
+def _licence(module: SourceModule) -> str:
+    lines = []
+    for line in module.lines:
+        if not line.startswith("#"):
+            break
+        lines.append(line)
+    return "".join(lines)
+
+
+def _imports(
+    module: SourceModule, nodes: list[ast.stmt], names: set[str], tree: SourceTree, carried: Carried
+) -> str:
+    """One import a name, from where upstream's file has it: its own imports, or the file itself."""
+    used = {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)}
+    bound_at_top = set(module.definitions) | set(module.imported) | _assigned(module)
+    texts: dict[str, None] = {}
+    for name in sorted(used & bound_at_top - names):
+        alias = ast.alias(name)
+        if name in module.imported:
+            origin, inner = module.imported[name]
+            if inner is None:
+                text = f"import {origin}\n" if name == origin.partition(".")[0] else f"import {origin} as {name}\n"
+            elif (found := tree.resolve(module, name)) is not None and carried.has(found[0].name, found[1]):
+                text = import_text("", "." + found[0].name.rpartition(".")[2], [_alias(found[1], name)])
+            else:
+                text = import_text("", origin, [_alias(inner, name)])
+            if _conditional(module, name):
+                text = import_text("", module.name, [alias])
+        else:
+            text = import_text("", module.name, [alias])
+        texts[text] = None
+    plain = sorted(text for text in texts if text.startswith("import "))
+    others = sorted(text for text in texts if not text.startswith("import "))
+    relative = [text for text in others if text.startswith("from .")]
+    absolute = [text for text in others if not text.startswith("from .")]
+    return "".join([*plain, *absolute, *relative])
+
+
+def _alias(name: str, bound: str) -> ast.alias:
+    return ast.alias(name, None if name == bound else bound)
+
+
+def _assigned(module: SourceModule) -> set[str]:
+    names = set()
+    for node in module.tree.body:
+        for target in node.targets if isinstance(node, ast.Assign) else []:
+            names |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+    return names
+
+
+def _conditional(module: SourceModule, name: str) -> bool:
+    """Whether the import that binds `name` stands in a condition: then it is taken from upstream's module instead."""
+    for node in module.tree.body:
+        if isinstance(node, (ast.Import, ast.ImportFrom)):
+            for alias in node.names:
+                if (alias.asname or alias.name.partition(".")[0]) == name:
+                    return False
+    return True

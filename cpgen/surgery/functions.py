@@ -1,0 +1,152 @@
+"""One function in a source module, and the questions that binding a plan asks of it."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+from cpgen.source import SourceModule
+
+ATTENTION_LAYOUT = {"dispatch_attention_fn": "BSHD", "scaled_dot_product_attention": "BHSD"}
+_CHECKPOINTS = {"self._gradient_checkpointing_func", "checkpoint", "checkpoint.checkpoint", "torch.utils.checkpoint.checkpoint"}
+
+
+@dataclass(frozen=True)
+class Function:
+    """A method `node` of class `owner` in `module`."""
+
+    module: SourceModule
+    owner: ast.ClassDef
+    node: ast.FunctionDef
+
+    @cached_property
+    def parameters(self) -> list[str]:
+        args = self.node.args
+        names = [arg.arg for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs)]
+        return names + [arg.arg for arg in (args.vararg, args.kwarg) if arg is not None]
+
+    @cached_property
+    def parents(self) -> dict[ast.AST, ast.AST]:
+        return {child: parent for parent in ast.walk(self.node) for child in ast.iter_child_nodes(parent)}
+
+    @cached_property
+    def names(self) -> set[str]:
+        """Every name that the function reads or writes."""
+        return {node.id for node in ast.walk(self.node) if isinstance(node, ast.Name)} | set(self.parameters)
+
+    @property
+    def first_statement(self) -> ast.stmt:
+        """The first statement after the docstring."""
+        body = self.node.body
+        return body[1] if ast.get_docstring(self.node) is not None and len(body) > 1 else body[0]
+
+    def statement_of(self, node: ast.AST) -> ast.stmt:
+        while not isinstance(node, ast.stmt):
+            node = self.parents[node]
+        return node
+
+    def top_statement_of(self, node: ast.AST) -> ast.stmt:
+        """The statement directly in the function's body that holds `node`."""
+        while self.parents[node] is not self.node:
+            node = self.parents[node]
+        assert isinstance(node, ast.stmt)
+        return node
+
+    def loops_over(self, attribute: str) -> list[ast.For]:
+        """The loops whose iterable mentions `self.<attribute>`."""
+        return [
+            node
+            for node in self._in_order()
+            if isinstance(node, ast.For) and any(is_self_attribute(part, attribute) for part in ast.walk(node.iter))
+        ]
+
+    def calls_of(self, attribute: str) -> list[ast.Call]:
+        """The calls `self.<attribute>(...)`."""
+        return [n for n in self._in_order() if isinstance(n, ast.Call) and is_self_attribute(n.func, attribute)]
+
+    def attention_calls(self) -> list[ast.Call]:
+        return [node for node in self._in_order() if attention_function(node) is not None]  # type: ignore[misc]
+
+    def checkpoint_calls(self) -> list[ast.Call]:
+        """The calls that run their first argument under activation checkpointing."""
+        return [
+            node
+            for node in self._in_order()
+            if isinstance(node, ast.Call) and node.args and ast.unparse(node.func) in _CHECKPOINTS
+        ]
+
+    def assignments_of(self, name: str) -> list[ast.stmt]:
+        """The statements that assign the variable `name` as a whole, in source order."""
+        found = []
+        for node in self._in_order():
+            if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
+                targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+                if any(name in _target_names(target) for target in targets):
+                    found.append(node)
+        return found
+
+    def bound_before(self, line: int) -> set[str]:
+        """The variables that have a value somewhere ahead of `line`."""
+        names = set(self.parameters)
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.lineno < line:
+                names.add(node.id)
+        return names
+
+    def _in_order(self) -> Iterator[ast.AST]:
+        return iter(sorted(_with_position(self.node), key=lambda node: (node.lineno, node.col_offset)))  # type: ignore[attr-defined]
+
+
+def attention_function(node: ast.AST) -> str | None:
+    """The attention function that `node` calls, or None if it isn't such a call."""
+    if not isinstance(node, ast.Call):
+        return None
+    name = node.func.id if isinstance(node.func, ast.Name) else getattr(node.func, "attr", None)
+    return name if name in ATTENTION_LAYOUT else None
+
+
+def is_self_attribute(node: ast.AST, attribute: str) -> bool:
+    return (
+        isinstance(node, ast.Attribute)
+        and node.attr == attribute
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    )
+
+
+def method(module: SourceModule, owner: ast.ClassDef, name: str) -> Function | None:
+    """The method `name` that `owner` itself defines, or None."""
+    for node in owner.body:
+        if isinstance(node, ast.FunctionDef) and node.name == name:
+            return Function(module, owner, node)
+    return None
+
+
+def submodules(owner: ast.ClassDef) -> dict[str, ast.expr | None]:
+    """The attributes that a class's methods assign on self, with the value of the first assignment."""
+    found: dict[str, ast.expr | None] = {}
+    for node in ast.walk(owner):
+        targets: list[ast.expr] = []
+        if isinstance(node, ast.Assign):
+            targets = node.targets
+        elif isinstance(node, ast.AnnAssign):
+            targets = [node.target]
+        for target in targets:
+            for part in ast.walk(target):
+                if isinstance(part, ast.Attribute) and isinstance(part.value, ast.Name) and part.value.id == "self":
+                    found.setdefault(part.attr, getattr(node, "value", None))
+    return found
+
+
+def _with_position(node: ast.AST) -> list[ast.AST]:
+    return [child for child in ast.walk(node) if child is not node and hasattr(child, "lineno")]
+
+
+def _target_names(target: ast.expr) -> set[str]:
+    if isinstance(target, ast.Name):
+        return {target.id}
+    if isinstance(target, (ast.Tuple, ast.List)):
+        return set().union(*(_target_names(item) for item in target.elts))
+    return set()

@@ -1,0 +1,219 @@
+"""The whole operation on a model: plan and source in, edited files out, each checked by erasure."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import dataclass
+
+from cpgen.diagnostics import CpgenError, Finding, did_you_mean, fail
+from cpgen.plan import AttentionFunction, Plan
+from cpgen.source import SourceModule, SourceTree
+from cpgen.surgery.attention_edits import attention_edits
+from cpgen.surgery.carry import carried_file, close_over
+from cpgen.surgery.edits import Edit, Insertion, Wrap, apply_edits
+from cpgen.surgery.erase import difference
+from cpgen.surgery.functions import Function, method, submodules
+from cpgen.surgery.imports import Carried, import_rewrites
+from cpgen.surgery.region_edits import plan_location, region_edits
+from cpgen.target import Target
+
+REFUSAL = "refuse_enable_parallelism"
+
+
+@dataclass(frozen=True)
+class EditedFile:
+    """One file of the package: its text, without header, and the marked edits in it."""
+
+    name: str
+    upstream: SourceModule
+    text: str
+    edits: tuple[Insertion | Wrap, ...]
+
+
+@dataclass(frozen=True)
+class Processor:
+    """An attention processor class of the package: `module` is the file's stem."""
+
+    module: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Operation:
+    files: tuple[EditedFile, ...]
+    processors: tuple[Processor, ...]
+
+
+def operate(target: Target, plan: Plan, strategy: str, runtime: str, tree: SourceTree) -> Operation:
+    """Write `plan` into the source of `target`. `runtime` is the module that emitted code imports.
+
+    Raises CpgenError with everything in the plan that does not fit the source.
+    """
+    findings: list[Finding] = []
+    main = target.module
+    _check_class(target, plan, findings)
+    owners = {entry.owner: _owner(entry, target, tree, findings) for entry in plan.attention}
+    edits: dict[str, list[Edit]] = {main.name: []}
+    imported: dict[str, set[str]] = {main.name: {"begin_region"}}
+    forward = method(main, target.node, "forward")
+    if forward is None:
+        place = main.location(target.node)
+        raise fail("CP504", f"{target.class_name} defines no forward of its own", place, note="it inherits it")
+    cp = _free_names(forward, 1)[0]
+    edits[main.name] += region_edits(plan, forward, cp, findings)
+    if any(ast.unparse(base).endswith("ModelMixin") for base in target.node.bases):
+        imported[main.name].add(REFUSAL)
+        edits[main.name].append(_refusal(target))
+    carried = Carried()
+    processors = []
+    for entry in plan.attention:
+        function = owners[entry.owner]
+        if function is None:
+            continue
+        module = function.module
+        edits.setdefault(module.name, [])
+        if module.name != main.name:
+            carried.names.setdefault(module.name, set()).add(entry.owner)
+        new = attention_edits(entry, function, strategy, _free_names(function, sum(bool(site.streams) for site in entry.sites)), findings)
+        edits[module.name] += new
+        if new:
+            imported.setdefault(module.name, set()).add("attention_site")
+        if function.node.name == "__call__":
+            processors.append(Processor(module.path.stem, entry.owner))
+    _check_described(target, plan, findings)
+    if findings:
+        raise CpgenError(findings)
+    carried = close_over(carried, main, tree)
+    files = [_main_file(target, edits[main.name], imported[main.name], runtime, tree, carried)]
+    for name in sorted(carried.names):
+        carried_module = tree.find(name)
+        assert carried_module is not None
+        files.append(
+            _carried(carried_module, edits.get(name, []), imported.get(name, set()), runtime, tree, carried)
+        )
+    _check_names(files)
+    local = {file.upstream.path.stem: file.upstream.name for file in files}
+    for file in files:
+        names = None if file.upstream is main else carried.names[file.upstream.name]
+        problem = difference(file.text, file.upstream, tree, names, local)
+        if problem is not None:
+            raise AssertionError(f"erasing the edits of {file.name} does not give back upstream's code: {problem}")
+    return Operation(tuple(files), tuple(processors))
+
+
+def _owner(entry: AttentionFunction, target: Target, tree: SourceTree, findings: list[Finding]) -> Function | None:
+    """The attention function of `entry`, in the model's file or in one that it imports from."""
+    main = target.module
+    found = tree.resolve(main, entry.owner) if entry.owner in {**main.definitions, **main.imported} else None
+    if found is None:
+        # Not named in the model's file: look where the things it imports live (SD3's blocks bring their processor).
+        for origin in sorted({origin for origin, inner in main.imported.values() if inner is not None}):
+            near = tree.find(origin) if origin.partition(".")[0] in (main.name.partition(".")[0], "diffusers") else None
+            if near is not None and entry.owner in near.text and entry.owner in {**near.definitions, **near.imported}:
+                found = tree.resolve(near, entry.owner)
+                break
+    node = found[0].definitions.get(found[1]) if found is not None else None
+    if found is None or not isinstance(node, ast.ClassDef):
+        classes = [name for name, item in main.definitions.items() if isinstance(item, ast.ClassDef)]
+        names = [*classes, *main.imported]
+        message = f"{main.label} neither defines nor imports a class '{entry.owner}'"
+        findings.append(Finding("CP104", message, entry.location, hint=did_you_mean(entry.owner, names)))
+        return None
+    for name in ("__call__", "forward"):
+        function = method(found[0], node, name)
+        if function is not None:
+            return function
+    message = f"{entry.owner} defines neither __call__ nor forward"
+    findings.append(Finding("CP104", message, entry.location))
+    return None
+
+
+def _check_class(target: Target, plan: Plan, findings: list[Finding]) -> None:
+    if plan.model != target.class_name:
+        findings.append(Finding("CP105", f"{plan.name} is a plan for {plan.model}, not for {target.class_name}"))
+    attributes = submodules(target.node)
+    for name in plan.blocks:
+        if name not in attributes:
+            message = f"{target.class_name} has no module '{name}'"
+            hint = did_you_mean(name, attributes)
+            findings.append(Finding("CP104", message, plan_location(plan), hint=hint, note="named in the plan's blocks"))
+
+
+def _check_described(target: Target, plan: Plan, findings: list[Finding]) -> None:
+    """Every module of the model's file that attends in its own forward is in the plan, or said to be outside."""
+    described = {entry.owner for entry in plan.attention} | set(plan.outside)
+    for name, node in target.module.definitions.items():
+        if not isinstance(node, ast.ClassDef) or name in described:
+            continue
+        function = method(target.module, node, "forward")
+        calls = function.attention_calls() if function is not None else []
+        if calls:
+            findings.append(
+                Finding(
+                    "CP501",
+                    f"{name}.forward attends, but the plan does not describe it",
+                    target.module.location(calls[0]),
+                    help=f"describe it under 'attention', or list {name} under 'outside' if it runs outside the region",
+                )
+            )
+    for name in plan.outside:
+        if name not in target.module.definitions:
+            hint = did_you_mean(name, target.module.definitions)
+            findings.append(Finding("CP104", f"'outside' names '{name}', which is not in {target.module.label}", hint=hint))
+
+
+def _free_names(function: Function, count: int) -> list[str]:
+    taken = function.names | set(function.module.definitions) | set(function.module.imported)
+    base = "cp" if count == 1 else "cp_0"
+    names: list[str] = []
+    number = 0
+    while len(names) < max(1, count):
+        name = base if count <= 1 and number == 0 else f"cp_{number}"
+        number += 1
+        if name not in taken:
+            names.append(name)
+    return names
+
+
+def _refusal(target: Target) -> Insertion:
+    body = target.node.body
+    first = body[1] if ast.get_docstring(target.node) is not None and len(body) > 1 else body[0]
+    line = min([first.lineno, *(d.lineno for d in getattr(first, "decorator_list", []))])
+    while target.module.lines[line - 2].lstrip().startswith("#"):
+        line -= 1
+    code = f"enable_parallelism = {REFUSAL}"
+    return Insertion(line, " " * first.col_offset, code, "diffusers' hooks would cut a second time")
+
+
+def _runtime_import(line: int, names: set[str], runtime: str) -> Insertion:
+    return Insertion(line, "", f"from {runtime} import {', '.join(sorted(names))}", "what the edits below call")
+
+
+def _main_file(
+    target: Target, edits: list[Edit], imported: set[str], runtime: str, tree: SourceTree, carried: Carried
+) -> EditedFile:
+    module = target.module
+    last = max(n.end_lineno or 0 for n in module.tree.body if isinstance(n, (ast.Import, ast.ImportFrom)))
+    marked = [*edits, _runtime_import(last + 1, imported, runtime)]
+    chunks = apply_edits(module.lines, [*marked, *import_rewrites(module, tree, carried)])
+    return EditedFile(module.path.name, module, "".join(chunks), _marked(marked))
+
+
+def _carried(
+    module: SourceModule, edits: list[Edit], imported: set[str], runtime: str, tree: SourceTree, carried: Carried
+) -> EditedFile:
+    marked = [*edits, _runtime_import(0, imported, runtime)] if imported else edits
+    text = carried_file(module, carried.names[module.name], marked, tree, carried)
+    return EditedFile(module.path.name, module, text, _marked(marked))
+
+
+def _marked(edits: list[Edit]) -> tuple[Insertion | Wrap, ...]:
+    marked = [edit for edit in edits if isinstance(edit, (Insertion, Wrap))]
+    return tuple(sorted(marked, key=lambda edit: edit.line))
+
+
+def _check_names(files: list[EditedFile]) -> None:
+    names = [file.name for file in files]
+    for name in names:
+        if names.count(name) > 1:
+            raise fail("CP402", f"two upstream files of the package are called {name}")

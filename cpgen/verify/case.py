@@ -1,0 +1,102 @@
+"""One case of `verify`: a model, a probe, a degree and a strategy; and what a rank found out about it.
+
+Nothing here imports torch, so that the process that hands out cases and prints results starts quickly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from cpgen.plan import Probe
+
+UNBOUND, NONE, FSDP, DDP = "unbound", "none", "fsdp", "ddp"
+MODES = (UNBOUND, NONE, FSDP)  # what a case runs unless told otherwise
+TOLERANCE = 1e-5  # of the largest output value, and of a gradient's norm: DESIGN, "How it is proven"
+
+
+@dataclass(frozen=True)
+class Reference:
+    """Where the unmodified class is: `source` is a module's dotted name, or a path to a .py file."""
+
+    source: str
+    class_name: str
+
+
+@dataclass(frozen=True)
+class Case:
+    """`package` in `directory` was emitted for `cp` and `strategy`; it must compute what `reference` computes.
+
+    `modes` are run one after the other: "unbound" is the class as imported, the others are values of
+    `parallelize(data_parallel=...)`. "fsdp" and "ddp" run with gradient checkpointing where the class supports it.
+    """
+
+    directory: str
+    package: str
+    reference: Reference
+    probe: Probe
+    cp: int
+    strategy: str
+    modes: tuple[str, ...] = MODES
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Deviation:
+    """How far one tensor is from the reference's. `difference` <= TOLERANCE * `scale` is right.
+
+    For an output these are max|out - ref| and max|ref|, for a gradient ||g - ref|| and max(||ref||, floor).
+    """
+
+    name: str
+    difference: float
+    scale: float
+
+    @property
+    def relative(self) -> float:
+        # A comparison with nothing: any difference at all is too much.
+        return self.difference / self.scale if self.scale else float("inf") if self.difference else 0.0
+
+    @property
+    def badness(self) -> float:
+        """`relative`, to compare by: NaN is worst."""
+        return self.relative if self.relative == self.relative else float("inf")
+
+    @property
+    def ok(self) -> bool:
+        return self.relative <= TOLERANCE  # false for NaN
+
+    def accepted(self, exact: bool) -> bool:
+        return self.difference == 0 if exact else self.ok
+
+
+@dataclass(frozen=True)
+class RankReport:
+    """What one rank measured: its worst output and gradient over all modes, and a sentence for each failure.
+
+    `gradient_dtype` is "float64" where gradients were above the tolerance in float32 by what could be rounding: then
+    everything was run again in float64, under the same tolerance, and that run decided on those gradients.
+    """
+
+    rank: int
+    forward: Deviation | None
+    gradient: Deviation | None
+    failures: tuple[str, ...]
+    gradient_dtype: str = "float32"
+
+
+class CaseError(RuntimeError):
+    """A case could not be run to its end: the message says in which mode, and why."""
+
+
+class ProbeError(CaseError):
+    """The reference itself fails on the probe, or gives values that prove nothing."""
+
+
+def run_case(case: Case) -> RankReport:
+    """Run `case` on this rank of an initialised gloo group of exactly `case.cp` ranks, in a pool's worker.
+
+    Raises ProbeError if the reference can't run the probe, CaseError if the generated package raises.
+    """
+    from cpgen.verify.execute import execute
+
+    return execute(case)

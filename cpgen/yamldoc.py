@@ -1,0 +1,112 @@
+"""YAML with positions: plain values, and for each of them the place it was written at."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import yaml
+
+from cpgen.diagnostics import CpgenError, Finding, Location, fail
+
+Path = tuple[str | int, ...]
+_MAX_BYTES = 1_000_000
+_MAX_DEPTH = 40
+_SCALARS = {"str", "int", "float", "bool", "null"}
+
+
+@dataclass
+class YamlDocument:
+    """`value` holds dicts (str keys), lists and scalars. Look-ups by path give where a key or a value stands."""
+
+    name: str
+    value: Any
+    _keys: dict[Path, Location] = field(default_factory=dict)
+    _values: dict[Path, Location] = field(default_factory=dict)
+
+    def key(self, path: Path) -> Location | None:
+        """Where the last key of `path` is written, or its value if that is a list's element."""
+        return self._keys.get(path) or self.at(path)
+
+    def at(self, path: Path) -> Location | None:
+        """Where the value at `path` is written, or its nearest parent."""
+        while path and path not in self._values:
+            path = path[:-1]
+        return self._values.get(path)
+
+
+def parse_yaml(text: str, name: str) -> YamlDocument:
+    """Read one YAML document. `name` is the file's name in messages.
+
+    Raises CpgenError for broken YAML, duplicate or non-string keys, aliases, tags, or more than 1 MB.
+    """
+    lines = text.splitlines()
+
+    def place(mark: yaml.Mark, end: yaml.Mark | None = None) -> Location:
+        line_text = lines[mark.line] if mark.line < len(lines) else ""
+        width = end.column - mark.column if end is not None and end.line == mark.line else 1
+        return Location(name, mark.line + 1, mark.column + 1, max(1, width), line_text)
+
+    if len(text.encode()) > _MAX_BYTES:
+        raise fail("CP101", f"{name} is larger than {_MAX_BYTES:,} bytes: not a plan")
+    try:
+        for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
+                raise fail("CP101", "YAML anchors and aliases are not allowed in a plan", place(event.start_mark))
+        root = yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        reason = " ".join(part for part in (error.problem, error.context) if part)
+        raise fail("CP101", f"broken YAML: {reason}", place(mark) if mark else None) from None
+    except yaml.YAMLError as error:
+        raise fail("CP101", f"broken YAML in {name}: {error}") from None
+    except RecursionError:
+        raise fail("CP101", f"{name} is nested too deeply") from None
+    document = YamlDocument(name, None)
+    findings: list[Finding] = []
+    if root is not None:
+        document.value = _build(root, (), document, findings, place)
+    if findings:
+        raise CpgenError(findings)
+    return document
+
+
+def _build(node: yaml.Node, path: Path, document: YamlDocument, findings: list[Finding], place: Any) -> Any:
+    document._values[path] = place(node.start_mark, node.end_mark)
+    if len(path) > _MAX_DEPTH:
+        raise fail("CP101", "nested too deeply", document.at(path))
+    if isinstance(node, yaml.MappingNode):
+        mapping: dict[str, Any] = {}
+        for key_node, value_node in node.value:
+            where = place(key_node.start_mark, key_node.end_mark)
+            if not isinstance(key_node, yaml.ScalarNode):
+                findings.append(Finding("CP101", "a key must be plain text", where))
+                continue
+            key = key_node.value
+            if key in mapping:
+                findings.append(
+                    Finding("CP102", f"duplicate key '{key}'", where, note="the first one would be lost: remove one")
+                )
+                continue
+            document._keys[(*path, key)] = where
+            mapping[key] = _build(value_node, (*path, key), document, findings, place)
+        return mapping
+    if isinstance(node, yaml.SequenceNode):
+        return [_build(child, (*path, i), document, findings, place) for i, child in enumerate(node.value)]
+    kind = node.tag.rpartition(":")[2]
+    if kind not in _SCALARS:
+        findings.append(Finding("CP101", f"a {kind} value is not allowed in a plan", document.at(path)))
+        return None
+    try:
+        return _scalar(kind, node)
+    except ValueError:
+        findings.append(Finding("CP101", f"not a valid {kind}: {node.value!r}", document.at(path)))
+        return None
+
+
+def _scalar(kind: str, node: yaml.Node) -> Any:
+    loader = yaml.SafeLoader("")
+    try:
+        return loader.construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+    finally:
+        loader.dispose()  # type: ignore[no-untyped-call]
