@@ -5,22 +5,21 @@ from __future__ import annotations
 import io
 import os
 import random
-import re
-import shutil
 import sys
 import warnings
 import zipfile
-from collections.abc import Callable
+from collections.abc import Iterator
 from concurrent.futures import Future
+from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,17 +28,18 @@ from torch.distributed.checkpoint.state_dict import (
     set_model_state_dict,
     set_optimizer_state_dict,
 )
+from torch.distributed.checkpoint.state_dict_loader import load
+from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from .mesh import agree, control_group, data_rank, mesh_of
+from .agreement import control_group, gather, is_first_rank, on_every_rank, on_first_rank
+from .mesh import data_rank, mesh_of
+from .step_directory import METADATA, find_step, make_room, prune, step_path
 
-METADATA = ".metadata"
-_STEP = re.compile(r"step_(\d+)(\.replaced)?")
 
-ResultT = TypeVar("ResultT")
 _pending: AsyncSave | None = None
 
 
@@ -65,8 +65,8 @@ class AsyncSave:
         except (Exception, CheckpointException) as error:
             raise ValueError(_saving_failed(self._path, error)) from error
         self._finished = True
-        if _is_first_rank():
-            _prune(self._path, self._keep)
+        if is_first_rank():
+            prune(self._path, self._keep)
 
     def result(self) -> None:
         """The same as `wait`."""
@@ -97,22 +97,22 @@ def save_checkpoint(
         raise ValueError(f"step={step} must not be negative, and keep={keep} must be at least 1 (or None: all)")
     _check_names(extra or {})
     _finish_pending()
-    path = Path(directory) / f"step_{step}"
-    _on_first_rank(lambda: _make_room(path), f"the checkpoint {path} can't be written")
-    agree(None if path.is_dir() else f"rank 0 made {path}, but not every rank sees it; use a shared directory")
+    path = step_path(Path(directory), step)
+    on_first_rank(lambda: make_room(path), f"the checkpoint {path} can't be written")
+    on_every_rank(lambda: _check_shared(path))
     state = _saved_state(model, optimizer, extra or {})
     group = control_group()
     try:
         if asynchronous and group is not None:
-            future = dcp.async_save(state, checkpoint_id=path, process_group=group)
+            future = async_save(state, checkpoint_id=path, process_group=group)
             assert isinstance(future, Future)
             _pending = AsyncSave(future, path, keep)
             return _pending
         with _quiet():
-            dcp.save(state, checkpoint_id=path, process_group=group)
+            save(state, checkpoint_id=path, process_group=group)
     except CheckpointException as error:
         raise ValueError(_saving_failed(path, error)) from error
-    _on_first_rank(lambda: _prune(path, keep), f"{path} is complete, but older checkpoints can't be deleted")
+    on_first_rank(lambda: prune(path, keep), f"{path} is complete, but older checkpoints can't be deleted")
     if asynchronous:
         done: Future[Any] = Future()
         done.set_result(None)
@@ -130,26 +130,26 @@ def load_checkpoint(
 ) -> int | None:
     """Load step `step`, or the latest complete one (-1), whatever mesh it was saved on. Collective.
 
-    Returns the step, or None if -1 was asked for and there is none. Objects in `extra` get their state, plain values are
-    replaced in the dict. Everything is checked before anything is changed: names, shapes, and checksums of every file.
-    Gradients are dropped. Random state is restored if the number of data ranks is the same, else there is a warning.
-    Raises ValueError on every rank if the step is absent or incomplete, or the checkpoint is damaged or another model's.
-    Checkpoints hold pickled metadata: load only those that you trust.
+    Returns the step, or None if -1 was asked for and there is none. Objects in `extra` get their state, plain values
+    are replaced in the dict. Everything is checked before anything is changed: names, shapes, and checksums of every
+    file. Gradients are dropped. Random state is restored if the number of data ranks is the same, else there is a
+    warning. Raises ValueError on every rank if the step is absent or incomplete, or the checkpoint is damaged or
+    another model's. Checkpoints hold pickled metadata: load only those that you trust.
     """
     extra = {} if extra is None else extra
     _check_names(extra)
     _finish_pending()
-    found = _on_first_rank(lambda: _find(Path(directory), step), f"{directory} can't be read")
+    found = on_first_rank(lambda: find_step(Path(directory), step), f"{directory} can't be read")
     if found is None:
         return None
     step, path = found
-    metadata = _on_every_rank(lambda: _read_metadata(path))
+    metadata = on_every_rank(lambda: _read_metadata(path))
     untouched = optimizer is None or not optimizer.state
     target = _target_state(model, optimizer, metadata)
     rank, size = _data_rank(model)
     try:
-        _on_every_rank(lambda: _check_content(path, metadata, target, extra, size))
-        _on_every_rank(lambda: _check_files(path, metadata))
+        on_every_rank(lambda: _check_content(path, metadata, target, extra, size))
+        on_every_rank(lambda: _check_files(path, metadata))
     except ValueError:
         if optimizer is not None and untouched:
             optimizer.state.clear()  # asking for the optimizer's layout filled it
@@ -161,7 +161,7 @@ def load_checkpoint(
         warnings.warn(f"{path} was saved by another number of data ranks: random state is not restored", stacklevel=2)
     try:
         with _quiet():
-            dcp.load(target, checkpoint_id=path, process_group=control_group())
+            load(target, checkpoint_id=path, process_group=control_group())
         set_model_state_dict(model, target["model"])
         if optimizer is not None:
             # Not strict: a parameter that never had a gradient has no state.
@@ -201,7 +201,7 @@ def _saved_state(
             state["extra"][name] = {"sharded": content}
         else:
             blobs[name] = _to_bytes(content)
-    digests = _gather({name: sha256(blob).hexdigest() for name, blob in blobs.items()})
+    digests = gather({name: sha256(blob).hexdigest() for name, blob in blobs.items()})
     for name, blob in blobs.items():
         same = all(digest.get(name) == digests[0].get(name) for digest in digests)
         state["extra"][name] = {"all" if same else str(rank): blob}
@@ -223,6 +223,11 @@ def _target_state(
             if not any(f"optimizer.state.{name}.{key}" in saved for key in flatten_state_dict(states[name])[0]):
                 del states[name]
     return target
+
+
+def _check_shared(path: Path) -> None:
+    if not path.is_dir():
+        raise ValueError(f"rank 0 made {path}, but not every rank sees it; use a directory that all hosts share")
 
 
 def _check_content(
@@ -272,7 +277,7 @@ def _check_files(path: Path, metadata: Metadata) -> None:
 
 def _read_metadata(path: Path) -> Metadata:
     try:
-        metadata = dcp.FileSystemReader(path).read_metadata()
+        metadata = FileSystemReader(path).read_metadata()
         assert isinstance(metadata.state_dict_metadata, dict) and isinstance(metadata.storage_data, dict)
     except Exception as error:  # unpickling what is no pickle raises anything
         raise ValueError(f"{path / METADATA} is damaged or not a checkpoint's: {error}") from error
@@ -296,63 +301,6 @@ def _check_names(extra: dict[str, Any]) -> None:
     bad = [name for name in extra if not isinstance(name, str) or not name or "." in name]
     if bad:
         raise ValueError(f"names in extra are texts without a dot, not {', '.join(map(repr, bad))}")
-
-
-def _steps(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints in `directory`, by step. A re-saved step counts as the old one until it is complete."""
-    steps: dict[int, Path] = {}
-    for path in sorted(directory.glob("step_*"), reverse=True):  # step_1 after step_1.replaced
-        if (match := _STEP.fullmatch(path.name)) and (path / METADATA).is_file():
-            steps[int(match[1])] = path
-    return steps
-
-
-def _find(directory: Path, step: int) -> tuple[int, Path] | None:
-    if directory.exists() and not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory")
-    steps = _steps(directory)
-    if step == -1:
-        return max(steps.items(), default=None)
-    if step not in steps:
-        state = "incomplete" if (directory / f"step_{step}").exists() else "not there"
-        there = ", ".join(map(str, sorted(steps))) or "none"
-        raise ValueError(f"step {step} in {directory} is {state}; complete steps: {there}")
-    return step, steps[step]
-
-
-def _make_room(path: Path) -> None:
-    """An empty directory `path`. A complete checkpoint there steps aside until the new one is complete."""
-    if (path / METADATA).is_file():
-        _delete(_replaced(path))
-        path.rename(_replaced(path))
-    _delete(path)
-    path.mkdir(parents=True)
-
-
-def _prune(path: Path, keep: int | None) -> None:
-    """Delete what the complete checkpoint `path` makes superfluous."""
-    _delete(_replaced(path))
-    if keep is None:
-        return
-    own = int(path.name.removeprefix("step_"))
-    steps = _steps(path.parent)
-    others = sorted(steps.keys() - {own}, reverse=True)
-    for step in others[keep - 1 :]:
-        _delete(steps[step])
-    for left in path.parent.glob("step_*"):
-        match = _STEP.fullmatch(left.name)
-        if match and int(match[1]) < own and not (left / METADATA).is_file():
-            _delete(left)  # a killed save's
-
-
-def _replaced(path: Path) -> Path:
-    return path.with_name(f"{path.name}.replaced")
-
-
-def _delete(path: Path) -> None:
-    (path / METADATA).unlink(missing_ok=True)  # first: half deleted, it must not look complete
-    if path.exists():
-        shutil.rmtree(path)
 
 
 def _reshard(model: torch.nn.Module) -> None:
@@ -396,47 +344,6 @@ def _from_bytes(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
 
 
-def _is_first_rank() -> bool:
-    return not dist.is_initialized() or dist.get_rank() == 0
-
-
-def _gather(value: dict[str, str]) -> list[dict[str, str]]:
-    if (group := control_group()) is None:
-        return [value]
-    values: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(values, value, group=group)
-    return values
-
-
-def _on_first_rank(action: Callable[[], ResultT], what: str) -> ResultT:
-    """Run `action` on rank 0; its result, or its error as a ValueError, on every rank. Collective."""
-    outcome: list[Any] = [None, None]
-    if _is_first_rank():
-        try:
-            outcome = [None, action()]
-        except OSError as error:
-            outcome = [f"{what}: {error}", None]
-        except ValueError as error:
-            outcome = [str(error), None]
-    if (group := control_group()) is not None:
-        dist.broadcast_object_list(outcome, src=0, group=group)
-    if outcome[0] is not None:
-        raise ValueError(outcome[0])
-    result: ResultT = outcome[1]
-    return result
-
-
-def _on_every_rank(action: Callable[[], ResultT]) -> ResultT:
-    """Run `action` on every rank; a ValueError of one is raised on all. Collective."""
-    try:
-        result = action()
-    except ValueError as error:
-        agree(str(error))
-        raise
-    agree(None)
-    return result
-
-
 def _finish_pending() -> None:
     global _pending
     pending, _pending = _pending, None
@@ -444,9 +351,12 @@ def _finish_pending() -> None:
         pending.wait()
 
 
-def _quiet() -> warnings.catch_warnings[None]:
+@contextmanager
+def _quiet() -> Iterator[None]:
     """Without DCP's remark that a single process has no process group."""
-    return warnings.catch_warnings(action="ignore", message=".*(unavailable or|unavailable, or|un)initialized.*")
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
+        yield
 
 
 def _saving_failed(path: Path, error: BaseException) -> str:

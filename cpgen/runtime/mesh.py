@@ -1,4 +1,4 @@
-"""The device mesh: its axes, the groups made from them, which rank draws which data, and how ranks agree."""
+"""The device mesh: its axes, the groups made from them, and which rank draws which data."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ _FLATTENED = {
 }
 
 _meshes: WeakKeyDictionary[torch.nn.Module, DeviceMesh] = WeakKeyDictionary()
-_control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # (world it was made in, group)
 
 
 def build_mesh(
@@ -100,32 +99,6 @@ def remember_mesh(model: torch.nn.Module, mesh: DeviceMesh) -> None:
 def mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
     """The mesh that `model` was parallelized on, or None."""
     return _meshes.get(model)
-
-
-def control_group() -> dist.ProcessGroup | None:
-    """A gloo group of all ranks for messages between hosts, or None without a process group. First call: collective.
-
-    It is not the default group: an asynchronous save uses it from a thread while training communicates.
-    """
-    global _control
-    if not (dist.is_available() and dist.is_initialized()):
-        return None
-    world = dist.group.WORLD
-    assert world is not None
-    if _control is None or _control[0] is not world:
-        _control = (world, dist.new_group(backend="gloo"))
-    return _control[1]
-
-
-def agree(error: str | None) -> None:
-    """Raise ValueError on every rank if any rank passes an error, else return. Collective."""
-    errors = [error]
-    if (group := control_group()) is not None:
-        errors = [None] * dist.get_world_size(group)
-        dist.all_gather_object(errors, error, group=group)
-    for rank, message in enumerate(errors):
-        if message is not None:
-            raise ValueError(message if message == error else f"{message} (on rank {rank})")
 
 
 def _axis_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:

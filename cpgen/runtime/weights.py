@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
@@ -23,8 +22,8 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+from .agreement import is_first_rank, on_every_rank, on_first_rank
 from .data_parallel import kept_in_fp32
-from .mesh import agree
 
 STEM = "diffusion_pytorch_model"
 SINGLE = f"{STEM}.safetensors"
@@ -52,26 +51,25 @@ def save_pretrained(
     """
     directory = Path(directory)
     state = model.state_dict()
-    dtypes = {name: _saved_dtype(model, name, tensor, dtype) for name, tensor in state.items()}
+    dtypes = {name: _stored_dtype(model, name, tensor, dtype) for name, tensor in state.items()}
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in state.items()}
     shards = _split(sizes, _bytes(max_shard_size))
     names = [SINGLE] if len(shards) == 1 else [_shard_name(index, len(shards)) for index in range(len(shards))]
 
-    writes = not dist.is_initialized() or dist.get_rank() == 0
     # Inside the directory if it is there, else beside it: either way one rename puts a file or the directory in place.
     staging = (directory if directory.is_dir() else directory.parent) / f".{directory.name}-{uuid.uuid4().hex}"
     with contextlib.ExitStack() as stack:
-        if writes:
+        if is_first_rank():
             stack.callback(shutil.rmtree, staging, ignore_errors=True)
-        _on_one_rank(writes, f"{directory} can't be written", lambda: staging.mkdir(parents=True))
+        on_first_rank(partial(_make, staging), f"{directory} can't be written")
         for name, keys in zip(names, shards, strict=True):
             tensors = {}
             for key in keys:
                 tensor = _full(state[key])
-                if writes:
+                if is_first_rank():
                     tensors[key] = tensor.to("cpu", dtypes[key]).contiguous()
-            write = partial(save_file, tensors, staging / name, metadata={"format": "pt"})
-            _on_one_rank(writes, f"{directory / name} can't be written", write)
+            write = partial(_write, tensors, staging / name)
+            on_first_rank(write, f"{directory / name} can't be written")
 
         def finish() -> None:
             (staging / CONFIG).write_text(_config_json(model), encoding="utf-8")
@@ -81,7 +79,7 @@ def save_pretrained(
                 (staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
             _move_into_place(staging, directory)
 
-        _on_one_rank(writes, f"{directory} can't be written", finish)
+        on_first_rank(finish, f"{directory} can't be written")
 
 
 def load_pretrained(
@@ -102,20 +100,21 @@ def load_pretrained(
     is missing or damaged. Pickled weights (.bin) are never read.
     """
     directory = Path(directory)
-    with _same_error_on_every_rank():
-        files = _key_files(directory)
-        model = _build_on_meta(model_class, directory)
-        _cast_parameters(model, dtype)
-        _check_keys(model, files, directory)
+    files = on_every_rank(partial(_key_files, directory))
+    model = on_every_rank(partial(_build_on_meta, model_class, directory))
+    _cast_parameters(model, dtype)
+    on_every_rank(partial(_check_keys, model, files, directory))
     model = parallelize(model, mesh, **options)
     device = torch.device("cpu") if options.get("cpu_offload") else _device(mesh)
-    with _same_error_on_every_rank():
-        state: dict[str, torch.Tensor] = {}
-        for name, target in model.state_dict().items():
-            target_dtype = target.dtype
-            if dtype is not None and target.is_floating_point() and not kept_in_fp32(model, name):
-                target_dtype = dtype  # persistent buffers too, as diffusers does; parameters have it already
-            state[name] = _read(files[name], name, target, target_dtype, device)
+
+    def read() -> dict[str, torch.Tensor]:
+        # Persistent buffers are cast too, as diffusers does; parameters have their dtype already.
+        return {
+            name: _read(files[name], name, target, _stored_dtype(model, name, target, dtype), device)
+            for name, target in model.state_dict().items()
+        }
+
+    state = on_every_rank(read)
     model.load_state_dict(state, strict=True, assign=True)
     for module in model.modules():
         for key, buffer in module._buffers.items():
@@ -205,8 +204,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 def _cast_parameters(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
     for name, parameter in model.named_parameters():
-        if dtype is not None and parameter.is_floating_point() and not kept_in_fp32(model, name):
-            parameter.data = parameter.data.to(dtype)
+        parameter.data = parameter.data.to(_stored_dtype(model, name, parameter, dtype))
 
 
 def _check_keys(model: torch.nn.Module, files: dict[str, _Stored], directory: Path) -> None:
@@ -281,7 +279,8 @@ def _device(mesh: DeviceMesh) -> torch.device:
     return torch.device(mesh.device_type, torch.get_device_module(mesh.device_type).current_device())
 
 
-def _saved_dtype(model: torch.nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def _stored_dtype(model: torch.nn.Module, name: str, tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.dtype:
+    """The dtype of `tensor` in a model or file of `dtype` (None: as it is)."""
     if dtype is None or not tensor.is_floating_point():
         return tensor.dtype
     return torch.float32 if kept_in_fp32(model, name) else dtype
@@ -329,6 +328,17 @@ def _shard_name(index: int, count: int) -> str:
     return f"{STEM}-{index + 1:05d}-of-{count:05d}.safetensors"
 
 
+def _make(directory: Path) -> None:
+    directory.mkdir(parents=True)
+
+
+def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:  # it wraps the system's errors
+        raise OSError(str(error)) from error
+
+
 def _move_into_place(staging: Path, directory: Path) -> None:
     if staging.parent != directory:
         directory.parent.mkdir(parents=True, exist_ok=True)
@@ -342,25 +352,3 @@ def _move_into_place(staging: Path, directory: Path) -> None:
             path.unlink()
     for path in sorted(staging.iterdir(), key=lambda path: (path.name in (INDEX, SINGLE), path.name)):
         path.replace(directory / path.name)
-
-
-def _on_one_rank(writes: bool, what: str, action: Callable[[], Any]) -> None:
-    """Run `action` on the writing rank; if it fails, raise ValueError on every rank."""
-    error = None
-    if writes:
-        try:
-            action()
-        except (OSError, SafetensorError) as failure:
-            error = f"{what}: {failure}"
-    agree(error)
-
-
-@contextlib.contextmanager
-def _same_error_on_every_rank() -> Iterator[None]:
-    """A ValueError inside on any rank is raised on all of them. Collective."""
-    try:
-        yield
-    except ValueError as error:
-        agree(str(error))
-    else:
-        agree(None)

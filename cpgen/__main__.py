@@ -1,0 +1,3 @@
+from cpgen.cli import main
+
+main()

@@ -1,0 +1,92 @@
+"""What there is: the models of the installed diffusers with their plans, and a plan in words."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from cpgen import resources
+from cpgen.diagnostics import CpgenError
+from cpgen.drift import find_packages
+from cpgen.native_plan import has_native_plan
+from cpgen.package import STRATEGIES, read_plan
+from cpgen.plan import Plan, Shard
+from cpgen.source import SourceTree, exported_models
+from cpgen.target import find_target, snake_case
+
+
+def catalog(out: Path) -> list[dict[str, Any]]:
+    """One row a transformer class that diffusers exports.
+
+    `state` is "emitted" if its package is in `out`, else "plan", "own plan" (the class has a _cp_plan) or "no plan".
+    """
+    tree = SourceTree()
+    plans = resources.shipped_plans()
+    emitted = set(find_packages(out))
+    rows = []
+    for model, module in sorted(exported_models(tree).items()):
+        if not module.startswith("diffusers.models.transformers."):
+            continue
+        plan = read_plan(plans[model], f"plans/{plans[model].name}") if model in plans else None
+        state = "plan" if plan else "no plan"
+        if plan is None and _has_own(model, tree):
+            state = "own plan"
+        if snake_case(model) in emitted:
+            state = "emitted"
+        rows.append(
+            {
+                "model": model,
+                "plan": f"plans/{plans[model].name}" if plan else None,
+                "streams": list(plan.streams) if plan else [],
+                "strategies": list(STRATEGIES) if state != "no plan" else [],
+                "probes": [probe.name for probe in plan.probes] if plan else [],
+                "diffusers": plan.diffusers if plan else None,
+                "state": state,
+            }
+        )
+    return rows
+
+
+def describe(plan: Plan) -> str:
+    """A plan in words, one line an entry."""
+    lines = [f"{plan.model}  ({plan.name}, diffusers {plan.diffusers or 'any'})"]
+    lines.append(f"blocks      {', '.join(plan.blocks)}")
+    lines.append(f"streams     {', '.join(plan.streams)}")
+    lines.append(f"region      begins ahead of the loop over {plan.begin}")
+    for shard in plan.shards:
+        lines.append(f"  cut       {_value(shard)}: dim {shard.dim} of {shard.ndim}, {' + '.join(shard.streams)}{_when(shard)}")
+    for prefix in plan.prefixes:
+        lines.append(f"  count     {prefix.variable}: leading tokens of {prefix.stream}")
+    for gather in plan.gathers:
+        lines.append(f"  gather    {gather.variable}: dim {gather.dim}, {gather.stream}, behind {gather.after}")
+    for function in plan.attention:
+        lines.append(f"attention   {function.owner}")
+        for site in function.sites:
+            text = f"  call {site.call}    {site.kind}"
+            if site.streams:
+                text += f" over {' + '.join(site.streams)}"
+            if site.when:
+                other = " + ".join(site.otherwise) if site.otherwise else "replicated keys, local"
+                text += f" when {site.when}, else {other}"
+            lines.append(text)
+    for name in plan.outside:
+        lines.append(f"outside     {name}")
+    for probe in plan.probes:
+        lines.append(f"probe       {probe.name}")
+    return "\n".join(lines) + "\n"
+
+
+def _value(shard: Shard) -> str:
+    return shard.variable + "".join(f"[{step}]" for step in shard.path)
+
+
+def _when(shard: Shard) -> str:
+    text = f", when {shard.when}" if shard.when else ""
+    return text + (", may be None" if shard.optional else "")
+
+
+def _has_own(model: str, tree: SourceTree) -> bool:
+    try:
+        return has_native_plan(find_target(model, tree))
+    except CpgenError:
+        return False

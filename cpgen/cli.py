@@ -1,0 +1,352 @@
+"""The command line: parses, calls, prints. Data goes to stdout, messages to stderr."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+import cpgen
+
+if TYPE_CHECKING:
+    from cpgen.drift import FileState
+    from cpgen.package import Request
+    from cpgen.plan import Plan
+
+OUT = click.option(
+    "--out", type=click.Path(path_type=Path), default=Path("generated"), show_default=True, help="Directory of packages."
+)
+JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
+
+
+@click.group(context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(cpgen.__version__, prog_name="cpgen")
+def cli() -> None:
+    """Generate readable, context-parallel model packages from diffusers transformers."""
+
+
+@cli.command()
+@click.option("--model", "models", multiple=True, metavar="M", help="Class of diffusers, package.module:Class, or file.py:Class.")
+@click.option("--cp", type=int, metavar="N", help="Context-parallel degree.")
+@click.option("--strategy", default="ulysses", show_default=True, metavar="S", help="ulysses or allgather.")
+@click.option("--ulysses-degree", type=int, metavar="K", help="Inner degree of the hybrid strategy.")
+@click.option("--outer", metavar="S", help="Outer strategy of hybrid: allgather or ring.")
+@click.option("--load-balance", is_flag=True, help="Cut causal attention so that ranks do equal work.")
+@click.option("--tp", type=int, default=1, show_default=True, metavar="N", help="Tensor-parallel degree.")
+@click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="Plan to use instead of the shipped one.")
+@click.option("--package", metavar="NAME", help="Package name  [default: from the class name].")
+@OUT
+@click.option("--vendor-runtime", is_flag=True, help="Copy the runtime library into the package.")
+@click.option("--all", "everything", is_flag=True, help="Emit every package in --out again, as its manifest says.")
+@click.option("--dry-run", is_flag=True, help="Say what would be written.")
+@click.option("--force", is_flag=True, help="Overwrite files edited by hand.")
+@JSON
+def emit(
+    models: tuple[str, ...],
+    cp: int | None,
+    strategy: str,
+    ulysses_degree: int | None,
+    outer: str | None,
+    load_balance: bool,
+    tp: int,
+    plan: Path | None,
+    package: str | None,
+    out: Path,
+    vendor_runtime: bool,
+    everything: bool,
+    dry_run: bool,
+    force: bool,
+    as_json: bool,
+) -> None:
+    """Write the parallel package of a model. All files or none; only what changed."""
+    from cpgen.diagnostics import fail
+    from cpgen.disk import write_package
+    from cpgen.package import Request, generate
+    from cpgen.source import SourceTree
+
+    for given, option in ((ulysses_degree, "--ulysses-degree"), (outer, "--outer")):
+        if given is not None:
+            raise fail("CP403", f"{option} belongs to the hybrid strategy, which is not available")
+    if load_balance:
+        note = "it balances causal attention; in full attention every rank has equal work already"
+        raise fail("CP403", "--load-balance is not available", note=note)
+    if everything == bool(models):
+        raise click.UsageError("give --model M (or more of them), or --all")
+    if not everything and cp is None:
+        raise click.UsageError("--cp N is missing: the context-parallel degree")
+    if package is not None and len(models) > 1:
+        raise click.UsageError("--package names one package: give one --model")
+    if plan is not None and len(models) > 1:
+        raise click.UsageError("--plan is for one model: give one --model")
+    if everything:
+        requests = _requests_in(out)
+    else:
+        assert cp is not None
+        requests = [Request(model, cp, strategy, tp, plan, package, vendor_runtime) for model in models]
+    tree = SourceTree()
+    packages = [generate(request, out, tree) for request in requests]
+    report = []
+    for item in packages:
+        counts = _line_counts(out / item.name, item.files)
+        changed = sorted(counts) if dry_run else sorted(write_package(item, out, force=force))
+        for file in changed:
+            path = (out / item.name / file).as_posix()
+            added, removed = counts.get(file, (0, 0))
+            click.echo(f"{'would write' if dry_run else 'wrote'} {path} (+{added} -{removed})", err=True)
+            if not as_json:
+                click.echo(path)
+        if not changed:
+            click.echo(f"{(out / item.name).as_posix()} is up to date", err=True)
+        report.append({"package": item.name, "model": item.target.class_name, "files": sorted(item.files), "changed": changed})
+    if as_json:
+        click.echo(json.dumps(report, indent=2))
+
+
+@cli.command()
+@click.argument("packages", nargs=-1, metavar="[PACKAGE]...")
+@click.option("--all", "everything", is_flag=True, help="Every package in --out.")
+@OUT
+@JSON
+def check(packages: tuple[str, ...], everything: bool, out: Path, as_json: bool) -> None:
+    """Regenerate packages in memory and compare. Exits 1 if a plan, cpgen, diffusers or a hand moved something."""
+    from cpgen.drift import check_package, edited_error, find_packages
+    from cpgen.source import SourceTree
+
+    names = _package_names(packages, everything, out, find_packages(out))
+    tree = SourceTree()
+    states: list[FileState] = []
+    with click.progressbar(names, label="checking", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
+        for name in bar:
+            states += check_package(name, out, tree)
+    if as_json:
+        click.echo(json.dumps([vars(state) for state in states], indent=2))
+    for state in states:
+        path = (out / state.package / state.file).as_posix()
+        if state.state == "changed":
+            click.echo(f"would rewrite {path} (+{state.added} -{state.removed})", err=True)
+        elif state.state == "missing":
+            click.echo(f"would write {path}", err=True)
+        elif state.state == "stale":
+            click.echo(f"would remove {path}", err=True)
+    error = edited_error(states, out)
+    if error is not None:
+        click.echo(str(error), err=True)
+    bad = sum(state.state != "same" for state in states)
+    good = len(states) - bad
+    if bad:
+        advice = "" if error is not None else " Run: cpgen emit --all"
+        click.echo(f"{_files(bad)} out of date, {good} up to date.{advice}", err=True)
+        sys.exit(1)
+    click.echo(f"{_files(good)} up to date", err=True)
+
+
+@cli.command()
+@click.argument("packages", nargs=-1, metavar="[PACKAGE]...")
+@click.option("--upstream", is_flag=True, help="Compare with upstream's source instead of the files on disk.")
+@OUT
+def diff(packages: tuple[str, ...], upstream: bool, out: Path) -> None:
+    """Show the diff from the files on disk to what would be emitted, or the surgery itself (--upstream)."""
+    from cpgen.drift import diff_package, find_packages
+    from cpgen.source import SourceTree
+
+    names = _package_names(packages, not packages, out, find_packages(out))
+    tree = SourceTree()
+    for name in names:
+        text = diff_package(name, out, tree, upstream=upstream)
+        click.echo(_coloured(text) if sys.stdout.isatty() and "NO_COLOR" not in os.environ else text, nl=False)
+
+
+@cli.command("list")
+@OUT
+@JSON
+def list_models(out: Path, as_json: bool) -> None:
+    """List diffusers' transformers: plan, streams, strategies, state."""
+    from cpgen.catalog import catalog
+
+    rows = catalog(out)
+    if as_json:
+        click.echo(json.dumps(rows, indent=2))
+        return
+    width = max(len(row["model"]) for row in rows)
+    click.echo(f"{'model':{width}}  {'plan':24}  {'streams':14}  {'strategies':18}  state")
+    for row in rows:
+        streams, strategies = ", ".join(row["streams"]), ", ".join(row["strategies"])
+        click.echo(f"{row['model']:{width}}  {row['plan'] or '-':24}  {streams:14}  {strategies:18}  {row['state']}".rstrip())
+
+
+@cli.group()
+def plan() -> None:
+    """Show, check or find plans."""
+
+
+@plan.command("show")
+@click.argument("model", metavar="M")
+@click.option("--plan", "path", type=click.Path(path_type=Path), metavar="FILE", help="Plan to use instead of the shipped one.")
+def plan_show(model: str, path: Path | None) -> None:
+    """Describe the plan of a model."""
+    from cpgen.catalog import describe
+    from cpgen.package import find_plan
+    from cpgen.source import SourceTree
+    from cpgen.target import find_target
+
+    tree = SourceTree()
+    click.echo(describe(find_plan(find_target(model, tree), path, tree)), nl=False)
+
+
+@plan.command("lint")
+@click.argument("file", type=click.Path(path_type=Path))
+@click.option("--model", metavar="M", help="The class, where the plan is for one that diffusers does not export.")
+def plan_lint(file: Path, model: str | None) -> None:
+    """Check a plan: its form, and that all it names is in the source."""
+    from cpgen.package import STRATEGIES, find_plan, read_plan
+    from cpgen.source import SourceTree
+    from cpgen.surgery.operate import operate
+    from cpgen.target import find_target
+
+    loaded = read_plan(file, file.as_posix())
+    tree = SourceTree()
+    target = find_target(model or loaded.model, tree)
+    checked = find_plan(target, file, tree)
+    for strategy in STRATEGIES:
+        operate(target, checked, strategy, "cpgen.runtime", tree)
+    click.echo(f"{file.as_posix()}: fits {target.module.label}, {len(checked.probes)} probes", err=True)
+
+
+@plan.command("infer")
+@click.option("--model", required=True, metavar="M", help="As for emit.")
+@click.option("--write", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the plan.")
+def plan_infer(model: str, write: Path | None) -> None:
+    """Find a plan by running the model. Not available in this version."""
+    from cpgen.diagnostics import fail
+
+    del model, write
+    raise fail("CP406", "plan infer is not available in this version", help="write a plan file: docs/plans.md shows how")
+
+
+@cli.command()
+@click.argument("package", required=False)
+@click.option("--model", metavar="M", help="Verify this model without a package on disk.")
+@click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="With --model: the plan to use.")
+@click.option("--cp", "degrees", type=int, multiple=True, metavar="N", help="Degree; more than one may be given.")
+@click.option("--strategy", "strategies", multiple=True, metavar="S", help="Strategy; more than one may be given.")
+@click.option("--probe", "probes", multiple=True, metavar="NAME", help="Only these probes.")
+@click.option("--markdown", is_flag=True, help="Print a Markdown table, one row a model.")
+@OUT
+@JSON
+def verify(
+    package: str | None,
+    model: str | None,
+    plan: Path | None,
+    degrees: tuple[int, ...],
+    strategies: tuple[str, ...],
+    probes: tuple[str, ...],
+    markdown: bool,
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Run a model's probes on local ranks, forward and gradients, against the unmodified class. Exits 1 on a mismatch."""
+    if (package is None) == (model is None):
+        raise click.UsageError("give a PACKAGE or --model M")
+    from cpgen.package import Request
+    from cpgen.verify.command import verify_command
+
+    if package is not None:
+        request = _requests_in(out, [package])[0]
+    else:
+        assert model is not None
+        request = Request(model, max(degrees, default=2), strategies[0] if strategies else "ulysses", plan=plan)
+    sys.exit(verify_command(request, package and out / package, degrees, strategies, probes, as_json, markdown))
+
+
+def _requests_in(out: Path, names: list[str] | None = None) -> list[Request]:
+    from cpgen.diagnostics import fail
+    from cpgen.disk import read_package
+    from cpgen.drift import find_packages
+    from cpgen.package import request_from_manifest
+
+    known = find_packages(out)
+    requests = []
+    for name in known if names is None else names:
+        if name not in known:
+            raise fail("CP205", f"no package '{name}' in {out}", note=f"packages there: {', '.join(known) or 'none'}")
+        manifest = read_package(out / name).manifest
+        assert manifest is not None
+        requests.append(request_from_manifest(manifest, out / name))
+    return requests
+
+
+def _package_names(given: tuple[str, ...], everything: bool, out: Path, known: list[str]) -> list[str]:
+    if everything:
+        if given:
+            raise click.UsageError("give package names or --all, not both")
+        if not known:
+            click.echo(f"no packages in {out}", err=True)
+        return known
+    if not given:
+        raise click.UsageError("give a package name, or --all")
+    # A shell completes paths: generated/wan_transformer_3d/ names the package as well.
+    return [name.rstrip("/").rpartition("/")[2] if (out / name.rstrip("/").rpartition("/")[2]).is_dir() else name for name in given]
+
+
+def _line_counts(folder: Path, files: dict[str, str]) -> dict[str, tuple[int, int]]:
+    """For each file that is not on disk as in `files`: lines added and removed."""
+    from cpgen.drift import unified_diff
+
+    counts = {}
+    for name, text in files.items():
+        path = folder / name
+        old = path.read_bytes().decode("utf-8", errors="replace") if path.is_file() else ""
+        if old != text or not path.is_file():
+            lines = unified_diff(old, text, "", "").splitlines()[2:]
+            counts[name] = (sum(line.startswith("+") for line in lines), sum(line.startswith("-") for line in lines))
+    return counts
+
+
+def _files(count: int) -> str:
+    return f"{count} file" if count == 1 else f"{count} files"
+
+
+def _coloured(text: str) -> str:
+    colours = {"+": "green", "-": "red", "@": "cyan"}
+    return "".join(
+        click.style(line, fg=colours[line[0]]) if line[:1] in colours else line for line in text.splitlines(keepends=True)
+    )
+
+
+def main(arguments: list[str] | None = None) -> Any:
+    """Run the command line. Exit codes: 0 fine, 1 drift or a failed check, 2 bad input, 3 internal error, 130 interrupted."""
+    from cpgen.diagnostics import CpgenError
+
+    try:
+        cli.main(args=arguments, prog_name="cpgen", standalone_mode=False)
+    except click.exceptions.Exit as exit_:
+        sys.exit(exit_.exit_code)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except CpgenError as error:
+        click.echo(str(error), err=True)
+        count = len(error.findings)
+        if count > 1:
+            click.echo(f"\n{count} errors", err=True)
+        sys.exit(error.exit_code)
+    except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
+        sys.exit(130)
+    except BrokenPipeError:  # the reader of a pipe went away: not an error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(0)
+    except Exception as error:
+        if os.environ.get("CPGEN_TRACEBACK"):
+            raise
+        click.echo(f"internal error: {type(error).__name__}: {error}", err=True)
+        click.echo("  = help: this is a fault of cpgen; CPGEN_TRACEBACK=1 shows where", err=True)
+        sys.exit(3)
+
+
+if __name__ == "__main__":
+    main()

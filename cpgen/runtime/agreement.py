@@ -1,0 +1,78 @@
+"""How ranks agree: messages between hosts, and errors that every rank raises."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+
+ResultT = TypeVar("ResultT")
+
+_control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # (world it was made in, group)
+
+
+def control_group() -> dist.ProcessGroup | None:
+    """A gloo group of all ranks for messages between hosts, or None without a process group. First call: collective.
+
+    It is not the default group: an asynchronous save uses it from a thread while training communicates.
+    """
+    global _control
+    if not (dist.is_available() and dist.is_initialized()):
+        return None
+    world = dist.group.WORLD
+    assert world is not None
+    if _control is None or _control[0] is not world:
+        _control = (world, dist.new_group(backend="gloo"))
+    return _control[1]
+
+
+def is_first_rank() -> bool:
+    """Whether this is rank 0, or the only process."""
+    return not (dist.is_available() and dist.is_initialized()) or dist.get_rank() == 0
+
+
+def gather(value: Any) -> list[Any]:
+    """The `value` of every rank, by rank. Collective."""
+    if (group := control_group()) is None:
+        return [value]
+    values: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(values, value, group=group)
+    return values
+
+
+def on_every_rank(action: Callable[[], ResultT]) -> ResultT:
+    """Run `action` on every rank; if it raises ValueError on one, raise ValueError on all. Collective."""
+    failure: ValueError | None = None
+    try:
+        result = action()
+    except ValueError as error:
+        failure = error
+    errors = gather(None if failure is None else str(failure))
+    if failure is not None:
+        raise failure
+    for rank, error in enumerate(errors):
+        if error is not None:
+            raise ValueError(f"{error} (on rank {rank})")
+    return result
+
+
+def on_first_rank(action: Callable[[], ResultT], what: str) -> ResultT:
+    """Run `action` on rank 0 and return its result on every rank. Collective.
+
+    If it raises OSError or ValueError, every rank raises ValueError; `what` says what could not be done.
+    """
+    outcome: list[Any] = [None, None]
+    if is_first_rank():
+        try:
+            outcome = [None, action()]
+        except OSError as error:
+            outcome = [f"{what}: {error}", None]
+        except ValueError as error:
+            outcome = [str(error), None]
+    if (group := control_group()) is not None:
+        dist.broadcast_object_list(outcome, src=0, group=group)
+    if outcome[0] is not None:
+        raise ValueError(outcome[0])
+    result: ResultT = outcome[1]
+    return result
