@@ -105,9 +105,11 @@ def _check(spec: Any, path: Path) -> Iterator[Finding]:
         return
     kinds = [key for key in spec if key in _KEYS]
     if not kinds:
-        key = next(iter(spec), "")
-        every = tuple(word for words in _KEYS.values() for word in words)
-        yield (*path, key) if spec else path, f"unknown input {key!r}{_suggestion(key, tuple(dict.fromkeys(every)))}"
+        every = tuple(dict.fromkeys(word for words in _KEYS.values() for word in words))
+        for key in spec:
+            yield (*path, key), f"unknown input {key!r}{_suggestion(key, every)}"
+        if not spec:
+            yield path, f"an empty input; write one of {', '.join(_KEYS)}"
         return
     kind = kinds[0]
     for key in spec:
@@ -153,8 +155,11 @@ def _check_mask(spec: dict[str, Any], path: Path) -> Iterator[Finding]:
     if len(mask["shape"]) != 2:
         yield (*path, "shape"), "a mask has shape [batch, tokens]"
         return
-    if ("keep" in mask) == ("lengths" in mask):
-        yield path, "a mask needs either keep (a fraction) or lengths (one a row)"
+    if "keep" in mask and "lengths" in mask:
+        yield (*path, "lengths"), "'lengths' and 'keep' exclude each other"
+    elif "keep" not in mask and "lengths" not in mask:
+        if set(mask) <= set(known):  # else it is most likely misspelt
+            yield path, "a mask needs either keep (a fraction) or lengths (one a row)"
     elif "keep" in mask:
         keep = mask["keep"]
         if isinstance(keep, bool) or not isinstance(keep, (int, float)) or not 0 < keep <= 1:

@@ -39,7 +39,9 @@ def named_tensors(value: Any, name: str = "") -> Iterator[tuple[str, Tensor]]:
 def compare_outputs(outputs: list[Tensor], reference: dict[str, Tensor]) -> tuple[list[Deviation], list[str]]:
     """Deviations by output tensor; and messages about what can't be compared (number, shape or dtype differs)."""
     if len(outputs) != len(reference):
-        return [], [f"the forward gives {len(outputs)} tensors, the reference {len(reference)}: {', '.join(reference)}"]
+        return [], [
+            f"number of output tensors: {len(outputs)}, the reference's: {len(reference)} ({', '.join(reference)})"
+        ]
     deviations, problems = [], []
     for out, (name, ref) in zip(outputs, reference.items(), strict=True):
         if out.shape != ref.shape or out.dtype != ref.dtype:

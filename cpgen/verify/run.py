@@ -64,7 +64,7 @@ def verify(
     probes: Sequence[str] | None = None,
     modes: tuple[str, ...] = MODES,
 ) -> list[Result]:
-    """Verify `packages`, one result for each (package, probe, cp, strategy); nothing is left out.
+    """Verify `packages`: a result for each (package, probe, cp, strategy), by package; nothing is left out.
 
     What can't run (more ranks than heads under ulysses, a package that doesn't import) is a result with `error`, as is
     a package without probes. `probes` limits the run to these names.
@@ -72,21 +72,20 @@ def verify(
     """
     _check_names(packages, probes)
     wanted = [
-        (package, probe, cp, strategy)
+        (index, probe, cp, strategy)
         # The degree outermost: the pool joins a new group when it changes.
         for cp in cps
-        for package in packages
+        for index, package in enumerate(packages)
         for probe in _probes(package.plan, probes)
         for strategy in strategies
     ]
-    results = []
-    for package, probe, cp, strategy in wanted:
-        result = _verify_one(package, probe, cp, strategy, pool, modes)
-        results.append(result)
+    results: list[list[Result]] = [[] for _ in packages]
+    for done, (index, probe, cp, strategy) in enumerate(wanted, start=1):
+        result = _verify_one(packages[index], probe, cp, strategy, pool, modes)
+        results[index].append(result)
         if on_progress is not None:
-            on_progress(len(results), len(wanted), result)
-    order = {package.name: index for index, package in enumerate(packages)}
-    return sorted(results, key=lambda result: order[result.package])
+            on_progress(done, len(wanted), result)
+    return [result for of_package in results for result in of_package]
 
 
 def _check_names(packages: Sequence[PackageToVerify], probes: Sequence[str] | None) -> None:
