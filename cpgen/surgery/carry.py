@@ -57,11 +57,13 @@ def carried_file(module: SourceModule, names: set[str], edits: list[Edit], tree:
 
 
 def free_names(node: ast.AST) -> set[str]:
-    """Names that `node` reads when it runs. Annotations don't run: they may name what they like."""
+    """Names that `node` may construct or call. Annotations and isinstance tests only mention them."""
     return {n.id for n in _running(node) if isinstance(n, ast.Name) and isinstance(n.ctx, ast.Load)}
 
 
 def _running(node: ast.AST) -> Iterator[ast.AST]:
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("isinstance", "issubclass"):
+        return
     yield node
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns"):
