@@ -52,7 +52,7 @@ def describe(plan: Plan) -> str:
     lines = [f"{plan.model}  ({plan.name}, diffusers {plan.diffusers or 'any'})"]
     lines.append(f"blocks      {', '.join(plan.blocks)}")
     lines.append(f"streams     {', '.join(plan.streams)}")
-    lines.append(f"region      begins ahead of the loop over {plan.begin}")
+    lines.append(f"region      begins {f'ahead of the loop over {plan.begin}' if plan.begin else 'with forward'}")
     for shard in plan.shards:
         lines.append(f"  cut       {_value(shard)}: dim {shard.dim} of {shard.ndim}, {' + '.join(shard.streams)}{_when(shard)}")
     for prefix in plan.prefixes:

@@ -228,38 +228,44 @@ def plan_infer(model: str, write: Path | None) -> None:
 
 
 @cli.command()
-@click.argument("package", required=False)
-@click.option("--model", metavar="M", help="Verify this model without a package on disk.")
+@click.argument("packages", nargs=-1, metavar="[PACKAGE]...")
+@click.option("--model", "models", multiple=True, metavar="M", help="Verify this model without a package on disk.")
 @click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="With --model: the plan to use.")
 @click.option("--cp", "degrees", type=int, multiple=True, metavar="N", help="Degree; more than one may be given.")
 @click.option("--strategy", "strategies", multiple=True, metavar="S", help="Strategy; more than one may be given.")
 @click.option("--probe", "probes", multiple=True, metavar="NAME", help="Only these probes.")
+@click.option("--all", "everything", is_flag=True, help="Every model that has a shipped plan.")
 @click.option("--markdown", is_flag=True, help="Print a Markdown table, one row a model.")
 @OUT
 @JSON
 def verify(
-    package: str | None,
-    model: str | None,
+    packages: tuple[str, ...],
+    models: tuple[str, ...],
     plan: Path | None,
     degrees: tuple[int, ...],
     strategies: tuple[str, ...],
     probes: tuple[str, ...],
+    everything: bool,
     markdown: bool,
     out: Path,
     as_json: bool,
 ) -> None:
-    """Run a model's probes on local ranks, forward and gradients, against the unmodified class. Exits 1 on a mismatch."""
-    if (package is None) == (model is None):
-        raise click.UsageError("give a PACKAGE or --model M")
+    """Run probes on local ranks, forward and gradients, against the unmodified class. Exits 1 on a mismatch."""
     from cpgen.package import Request
+    from cpgen.resources import shipped_plans
     from cpgen.verify.command import verify_command
 
-    if package is not None:
-        request = _requests_in(out, [package])[0]
+    if sum(map(bool, (packages, models, everything))) != 1:
+        raise click.UsageError("give PACKAGE, --model M, or --all")
+    if plan is not None and len(models) != 1:
+        raise click.UsageError("--plan belongs to one --model")
+    if packages:
+        requests = _requests_in(out, [_package_name(name, out) for name in packages])
     else:
-        assert model is not None
-        request = Request(model, max(degrees, default=2), strategies[0] if strategies else "ulysses", plan=plan)
-    sys.exit(verify_command(request, package and out / package, degrees, strategies, probes, as_json, markdown))
+        default = strategies[0] if strategies else "ulysses"
+        named = shipped_plans() if everything else models
+        requests = [Request(model, degrees[0] if degrees else 2, default, plan=plan) for model in named]
+    sys.exit(verify_command(requests, degrees, strategies, probes, as_json, markdown))
 
 
 def _requests_in(out: Path, names: list[str] | None = None) -> list[Request]:
@@ -288,8 +294,13 @@ def _package_names(given: tuple[str, ...], everything: bool, out: Path, known: l
         return known
     if not given:
         raise click.UsageError("give a package name, or --all")
-    # A shell completes paths: generated/wan_transformer_3d/ names the package as well.
-    return [name.rstrip("/").rpartition("/")[2] if (out / name.rstrip("/").rpartition("/")[2]).is_dir() else name for name in given]
+    return [_package_name(name, out) for name in given]
+
+
+def _package_name(given: str, out: Path) -> str:
+    """A shell completes paths: generated/wan_transformer_3d/ names the package as well."""
+    name = given.rstrip("/").rpartition("/")[2]
+    return name if (out / name).is_dir() else given
 
 
 def _line_counts(folder: Path, files: dict[str, str]) -> dict[str, tuple[int, int]]:

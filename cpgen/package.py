@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import json
 import os
@@ -166,8 +167,6 @@ def _check_heads(request: Request, target: Target, plan: Plan) -> None:
 
 def default_heads(target: Target, plan: Plan) -> int | None:
     """The number of attention heads that the constructor defaults to, where it is a plain number."""
-    import ast
-
     for node in target.node.body:
         if isinstance(node, ast.FunctionDef) and node.name == "__init__" and plan.heads:
             args = [*node.args.posonlyargs, *node.args.args]
@@ -266,12 +265,17 @@ def _glue(
         "tp": request.tp,
         "strategy": request.strategy,
         "blocks": list(plan.blocks),
-        "heads": plan.heads,
+        "heads": plan.heads if _has_config(target) else None,
         "processors": [{"module": item.module, "name": item.name} for item in operation.processors],
         "runtime": runtime,
     }
     names = ("__init__.py", "parallelize.py", "checkpoint.py")
     return {file: environment.get_template(f"{file}.j2").render(context) for file in names}
+
+
+def _has_config(target: Target) -> bool:
+    bases = [ast.unparse(base) for base in target.node.bases]
+    return any(base.endswith(("ConfigMixin", "ModelMixin")) for base in bases)
 
 
 def _manifest(

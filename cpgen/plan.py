@@ -20,15 +20,22 @@ class Probe:
 
 @dataclass(frozen=True)
 class Shard:
-    """One value to cut where the region begins. `path` leads into tuples, lists and dicts; "*" is every element."""
+    """One value to cut. `path` leads into tuples, lists and dicts; "*" is every element.
+
+    It is cut where the region begins, or behind the statement that calls module `after`, or ahead of the first loop
+    over module list `before`, or as an argument of each call of module `argument_of`.
+    """
 
     variable: str
     path: tuple[str | int, ...]
     dim: int
-    ndim: int
+    ndim: int | None  # None: not checked
     streams: tuple[str, ...]
     optional: bool = False
     when: str | None = None
+    after: str | None = None
+    before: str | None = None
+    argument_of: str | None = None
     location: Location | None = None
 
 
@@ -39,7 +46,7 @@ class Gather:
     variable: str
     path: tuple[str | int, ...]
     dim: int
-    ndim: int
+    ndim: int | None
     stream: str
     after: str
     location: Location | None = None
@@ -98,7 +105,7 @@ class Plan:
     heads: str | None  # config key with the number of query heads
     blocks: tuple[str, ...]
     streams: tuple[str, ...]
-    begin: str  # the region begins ahead of the first loop over this module list
+    begin: str | None  # the region begins ahead of the first loop over this module list; None: with forward
     shards: tuple[Shard, ...]
     prefixes: tuple[Prefix, ...]
     gathers: tuple[Gather, ...]

@@ -79,7 +79,9 @@ class _Reader:
     # Entries
 
     def _shard(self, path: Path) -> Shard:
-        entry = self._mapping(path, required=("dim", "ndim", "stream"), optional=("optional", "when"))
+        entry = self._mapping(path, required=("dim", "ndim", "stream"), optional=("optional", "when", "after", "before"))
+        if "after" in entry and "before" in entry:
+            self._find("CP105", "'after' and 'before' say two places", path, key=True)
         variable, steps = self._variable(path)
         dim, ndim = self._dims(entry, path)
         return Shard(
@@ -90,7 +92,9 @@ class _Reader:
             self._stream_list(entry, (*path, "stream")),
             self._typed(entry, (*path, "optional"), bool, False),
             self._condition(entry, (*path, "when"), variable),
-            self._document.key(path),
+            self._name(entry, (*path, "after")) if "after" in entry else None,
+            self._name(entry, (*path, "before")) if "before" in entry else None,
+            location=self._document.key(path),
         )
 
     def _gather(self, path: Path) -> Gather:

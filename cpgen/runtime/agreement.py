@@ -51,9 +51,9 @@ def on_every_rank(action: Callable[[], ResultT]) -> ResultT:
     errors = gather(None if failure is None else str(failure))
     if failure is not None:
         raise failure
-    for rank, error in enumerate(errors):
-        if error is not None:
-            raise ValueError(f"{error} (on rank {rank})")
+    for rank, message in enumerate(errors):
+        if message is not None:
+            raise ValueError(f"{message} (on rank {rank})")
     return result
 
 

@@ -39,7 +39,6 @@ from .agreement import control_group, gather, is_first_rank, on_every_rank, on_f
 from .mesh import data_rank, mesh_of
 from .step_directory import METADATA, find_step, make_room, prune, step_path
 
-
 _pending: AsyncSave | None = None
 
 

@@ -30,7 +30,7 @@ class Region:
         name: str,
         *path: str | int,
         dim: int,
-        ndim: int,
+        ndim: int | None,
         stream: Streams,
         optional: bool = False,
         when: bool = True,
@@ -49,14 +49,14 @@ class Region:
             return value
         return self._at(value, name, path, lambda x, label: self._shard(x, label, dim, ndim, stream, optional))
 
-    def gather(self, value: Any, name: str, *path: str | int, dim: int, ndim: int, stream: str) -> Any:
+    def gather(self, value: Any, name: str, *path: str | int, dim: int, ndim: int | None, stream: str) -> Any:
         """Put a stream's parts together along `dim`, at an exit: all that follows is the same on every rank.
 
         One all-gather a tensor; backward takes the local part times the degree, without communication.
         """
         return self._at(value, name, path, lambda x, label: self._gather(x, label, dim, ndim, stream, True))
 
-    def gather_within(self, value: Any, name: str, *path: str | int, dim: int, ndim: int, stream: str) -> Any:
+    def gather_within(self, value: Any, name: str, *path: str | int, dim: int, ndim: int | None, stream: str) -> Any:
         """Put a stream's parts together in mid-network, ahead of an operation that needs all tokens.
 
         One all-gather a tensor; backward is a reduce-scatter (sum).
@@ -103,20 +103,20 @@ class Region:
         items = [self._at(v, f"{label}[{i}]", rest, apply) if i in chosen else v for i, v in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
 
-    def _check(self, value: Any, label: str, ndim: int, dim: int) -> Tensor:
+    def _check(self, value: Any, label: str, ndim: int | None, dim: int) -> Tensor:
         if not isinstance(value, Tensor):
             raise ValueError(
-                f"{self.binding.model_name}: plan entry {label!r}: expected a tensor of {ndim} dims, "
+                f"{self.binding.model_name}: plan entry {label!r}: expected a tensor to cut on dim {dim}, "
                 f"got {_describe(value)}"
             )
-        if value.ndim != ndim:
+        if (value.ndim <= dim) if ndim is None else (value.ndim != ndim):
             raise ValueError(
-                f"{self.binding.model_name}: plan entry {label!r} says ndim {ndim} (cut on dim {dim}), but the tensor "
+                f"{self.binding.model_name}: plan entry {label!r} says ndim {ndim}, cut on dim {dim}, but the tensor "
                 f"has {value.ndim}: shape {tuple(value.shape)}"
             )
         return value
 
-    def _shard(self, value: Any, label: str, dim: int, ndim: int, stream: Streams, optional: bool) -> Any:
+    def _shard(self, value: Any, label: str, dim: int, ndim: int | None, stream: Streams, optional: bool) -> Any:
         if value is None and optional:
             return None
         tensor = self._check(value, label, ndim, dim)
@@ -161,7 +161,9 @@ class Region:
                 f"{stream!r} has {known} in this forward (degree {degree})"
             )
 
-    def _gather(self, value: Any, label: str, dim: int, ndim: int, stream: str, replicated: bool) -> Tensor:
+    def _gather(
+        self, value: Any, label: str, dim: int, ndim: int | None, stream: str, replicated: bool
+    ) -> Tensor:
         tensor = self._check(value, label, ndim, dim)
         binding = self.binding
         sizes = self.part_sizes(stream)

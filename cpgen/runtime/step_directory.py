@@ -16,7 +16,7 @@ def step_path(directory: Path, step: int) -> Path:
 
 
 def complete_steps(directory: Path) -> dict[int, Path]:
-    """The complete checkpoints, by step. A step that is being saved again counts as the old one until it is complete."""
+    """The complete checkpoints, by step. While a step is saved again, it is the old one."""
     steps: dict[int, Path] = {}
     for path in sorted(directory.glob("step_*"), reverse=True):  # step_1 after step_1.replaced
         if (match := _STEP.fullmatch(path.name)) and (path / METADATA).is_file():
@@ -25,7 +25,10 @@ def complete_steps(directory: Path) -> dict[int, Path]:
 
 
 def find_step(directory: Path, step: int) -> tuple[int, Path] | None:
-    """The complete checkpoint of `step`, or the latest (-1; None if there is none). Raises ValueError if it isn't there."""
+    """The complete checkpoint of `step`, or the latest one (-1; None if there is none).
+
+    Raises ValueError if `step` is absent or incomplete.
+    """
     if directory.exists() and not directory.is_dir():
         raise ValueError(f"{directory} is not a directory")
     steps = complete_steps(directory)

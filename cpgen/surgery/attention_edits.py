@@ -107,17 +107,21 @@ def _site_edits(
 
 def _site_code(site: Site, module: str, called: str, cp: str) -> str:
     layout = site.layout or ATTENTION_LAYOUT[called]
-    kv = "" if site.kv is None else f", kv=({''.join(f'{name!r}, ' for name in site.kv)})".replace("'", '"')
-    suffix = f'{kv}, layout="{layout}"' if layout != "BSHD" else kv
 
-    def with_streams(streams: tuple[str, ...]) -> str:
-        return f"attention_site({module}, " + ", ".join(f'"{name}"' for name in streams) + suffix
+    def site_of(streams: tuple[str, ...], kv: tuple[str, ...] | None, when: str | None = None) -> str:
+        arguments = [module, *(f'"{name}"' for name in streams)]
+        if kv is not None:
+            names = ", ".join(f'"{name}"' for name in kv)
+            arguments.append(f"kv=({names},)" if len(kv) == 1 else f"kv=({names})")
+        if layout != "BSHD":
+            arguments.append(f'layout="{layout}"')
+        if when is not None:
+            arguments.append(f"when={when}")
+        return f"attention_site({', '.join(arguments)})"
 
-    if site.when is None:
-        return f"{cp} = {with_streams(site.streams)})"
     if site.otherwise is None:
-        return f"{cp} = {with_streams(site.streams)}, when={site.when})"
-    return f"{cp} = {with_streams(site.streams)}) if {site.when} else {with_streams(site.otherwise)})"
+        return f"{cp} = {site_of(site.streams, site.kv, site.when)}"
+    return f"{cp} = {site_of(site.streams, site.kv)} if {site.when} else {site_of(site.otherwise, None)}"
 
 
 def _site_reason(site: Site) -> str:

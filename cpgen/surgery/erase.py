@@ -14,7 +14,7 @@ from cpgen.surgery.edits import MARK
 
 RUNTIME_CALLS = {"attention_site", "begin_region"}
 REGION_METHODS = {"shard", "local_prefix", "gather", "seq_to_heads", "heads_to_seq", "gather_kv", "whole_length", "local_length"}
-WRAPPERS = {"pin", "gather", "heads_to_seq", "mask_heads", "mask_rows"}
+WRAPPERS = {"pin", "shard", "gather", "heads_to_seq", "mask_heads", "mask_rows"}
 
 
 def erase(text: str) -> ast.Module:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+from dataclasses import dataclass
 
 from cpgen.diagnostics import Finding, Location, did_you_mean
 from cpgen.plan import Gather, Plan, Prefix, Shard
@@ -10,36 +11,86 @@ from cpgen.surgery.edits import Edit, Insertion, Wrap
 from cpgen.surgery.functions import Function, submodules
 
 
+@dataclass(frozen=True)
+class _Place:
+    """Where a new statement goes: ahead of `line`."""
+
+    line: int
+    indent: str
+    follows: bool = False
+
+
 def region_edits(plan: Plan, forward: Function, cp: str, findings: list[Finding]) -> list[Edit]:
     """The edits to `forward`; `cp` is the variable that holds the region. Adds to `findings` what doesn't fit."""
-    loops = forward.loops_over(plan.begin)
-    if not loops:
-        near = did_you_mean(plan.begin, submodules(forward.owner))
-        note = f"forward is defined at {forward.module.label}:{forward.node.lineno}"
-        findings.append(
-            Finding("CP104", f"forward has no loop over self.{plan.begin}", plan_location(plan), hint=near, note=note)
-        )
+    begin = _begin(plan.begin, forward, plan_location(plan), findings)
+    if begin is None:
         return []
-    start = forward.top_statement_of(loops[0])
-    edits: list[Edit] = []
-    line = _ahead_of_comments(forward, start.lineno)
-    indent = " " * start.col_offset
-    known = forward.bound_before(start.lineno)
-
-    def insert(code: str, reason: str) -> None:
-        edits.append(Insertion(line, indent, code, reason))
-
-    insert(f"{cp} = begin_region(self)", "region begins")
+    edits: list[Edit] = [Insertion(begin.line, begin.indent, f"{cp} = begin_region(self)", "region begins")]
     for shard in plan.shards:
-        if _known(shard.variable, known, shard.location, forward, findings):
-            insert(_shard_code(shard, cp), f"cut {', '.join(shard.streams)}")
+        edits += _shard_edits(shard, begin, forward, cp, findings)
     for prefix in plan.prefixes:
-        if _known(prefix.variable, known, prefix.location, forward, findings):
-            insert(_prefix_code(prefix, cp), f"those in this rank's {prefix.stream}")
+        if _known(prefix.variable, begin.line, prefix.location, forward, findings):
+            reason = f"those in this rank's {prefix.stream}"
+            edits.append(Insertion(begin.line, begin.indent, _prefix_code(prefix, cp), reason))
     for gather in plan.gathers:
-        edits += gather_edits(gather, forward, start.lineno, cp, findings)
-    edits += pin_edits(forward, start.lineno, cp)
-    return edits
+        edits += gather_edits(gather, forward, begin.line, cp, findings)
+    return edits + pin_edits(forward, begin.line, cp)
+
+
+def _begin(
+    blocks: str | None, forward: Function, location: Location | None, findings: list[Finding]
+) -> _Place | None:
+    """Ahead of the first loop over self.<blocks> and the comments above it; or where forward begins."""
+    if blocks is None:
+        first = forward.first_statement
+        return _Place(first.lineno, " " * first.col_offset)
+    loops = forward.loops_over(blocks)
+    if not loops:
+        near = did_you_mean(blocks, submodules(forward.owner))
+        message = f"forward has no loop over self.{blocks}"
+        findings.append(Finding("CP104", message, location, hint=near, note=_defined_at(forward)))
+        return None
+    start = forward.top_statement_of(loops[0])
+    return _Place(_ahead_of_comments(forward, start.lineno), " " * start.col_offset)
+
+
+def _shard_edits(shard: Shard, begin: _Place, forward: Function, cp: str, findings: list[Finding]) -> list[Edit]:
+    reason = f"cut {', '.join(shard.streams)}"
+    if shard.argument_of is not None:
+        found = [a for call in forward.calls_of(shard.argument_of) for a in _arguments(call) if _is(a, shard.variable)]
+        return [wrap(forward, a, f"{cp}.shard(", f", {_shard_arguments(shard)})", reason) for a in found]
+    if shard.after is not None:
+        places = []
+        for call in forward.calls_of(shard.after):
+            statement = forward.statement_of(call)
+            places.append(_Place((statement.end_lineno or 0) + 1, " " * statement.col_offset, follows=True))
+        if not places:
+            message = f"forward does not call self.{shard.after}"
+            near = did_you_mean(shard.after, submodules(forward.owner))
+            findings.append(Finding("CP104", message, shard.location, hint=near, note=_defined_at(forward)))
+    elif shard.before is not None:
+        place = _begin(shard.before, forward, shard.location, findings)
+        places = [place] if place else []
+    else:
+        places = [begin]
+    code = f"{shard.variable} = {cp}.shard({shard.variable}, {_shard_arguments(shard)})"
+    return [
+        Insertion(place.line, place.indent, code, reason, place.follows)
+        for place in places
+        if _known(shard.variable, place.line, shard.location, forward, findings)
+    ]
+
+
+def _arguments(call: ast.Call) -> list[ast.expr]:
+    return [*call.args, *(keyword.value for keyword in call.keywords)]
+
+
+def _is(node: ast.expr, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _defined_at(forward: Function) -> str:
+    return f"forward is defined at {forward.module.label}:{forward.node.lineno}"
 
 
 def plan_location(plan: Plan) -> Location | None:
@@ -51,9 +102,8 @@ def gather_edits(gather: Gather, forward: Function, after_line: int, cp: str, fi
     calls = [call for call in forward.calls_of(gather.after) if call.lineno > after_line]
     if not calls:
         near = did_you_mean(gather.after, submodules(forward.owner))
-        note = f"forward is defined at {forward.module.label}:{forward.node.lineno}"
         message = f"forward does not call self.{gather.after} in the region"
-        findings.append(Finding("CP104", message, gather.location, hint=near, note=note))
+        findings.append(Finding("CP104", message, gather.location, hint=near, note=_defined_at(forward)))
     edits: list[Edit] = []
     for call in calls:
         arguments = f"{gather.variable!r}, {_path(gather.path)}dim={gather.dim}, ndim={gather.ndim}, stream={gather.stream!r}"
@@ -95,15 +145,11 @@ def _behind(statement: ast.stmt, code: str, reason: str) -> Insertion:
     return Insertion(statement.end_lineno + 1, " " * statement.col_offset, code, reason, follows=True)
 
 
-def _shard_code(shard: Shard, cp: str) -> str:
+def _shard_arguments(shard: Shard) -> str:
     stream = f'"{shard.streams[0]}"' if len(shard.streams) == 1 else _strings(shard.streams)
     options = ", optional=True" if shard.optional else ""
     options += f", when={shard.when}" if shard.when else ""
-    variable = shard.variable
-    return (
-        f'{variable} = {cp}.shard({variable}, "{variable}", {_path(shard.path)}dim={shard.dim}, ndim={shard.ndim}, '
-        f"stream={stream}{options})"
-    )
+    return f'"{shard.variable}", {_path(shard.path)}dim={shard.dim}, ndim={shard.ndim}, stream={stream}{options}'
 
 
 def _prefix_code(prefix: Prefix, cp: str) -> str:
@@ -125,12 +171,11 @@ def _ahead_of_comments(function: Function, line: int) -> int:
     return line
 
 
-def _known(
-    variable: str, known: set[str], location: Location | None, forward: Function, findings: list[Finding]
-) -> bool:
+def _known(variable: str, line: int, location: Location | None, forward: Function, findings: list[Finding]) -> bool:
+    known = forward.bound_before(line)
     if variable in known:
         return True
-    message = f"'{variable}' has no value where the region of {forward.owner.name}.forward begins"
-    note = f"forward is defined at {forward.module.label}:{forward.node.lineno}"
-    findings.append(Finding("CP104", message, location, hint=did_you_mean(variable, known), note=note))
+    message = f"'{variable}' has no value there in {forward.owner.name}.forward"
+    hint = did_you_mean(variable, known)
+    findings.append(Finding("CP104", message, location, hint=hint, note=f"line {line}; {_defined_at(forward)}"))
     return False

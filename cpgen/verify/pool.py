@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import multiprocessing.connection
 import os
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+_RUNS_PER_GROUP = 10  # a case's device mesh leaves groups behind, with threads: they go with the group they came from
 _GRACE_SECONDS = 3.0  # how long the other ranks may take to fail by themselves once one has
 
 
@@ -49,6 +51,7 @@ class WorkerPool:
         self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="cpgen-pool-")
         self._generation = 0
+        self._runs_in_group = 0
         self._world_size = 0
 
     def __enter__(self) -> WorkerPool:
@@ -69,9 +72,11 @@ class WorkerPool:
         if not 1 <= world_size <= self._size:
             raise ValueError(f"world_size {world_size} is not in 1..{self._size}")
         self._start()
-        if world_size != self._world_size:
+        if world_size != self._world_size or self._runs_in_group == _RUNS_PER_GROUP:
             self._generation += 1
             self._world_size = world_size
+            self._runs_in_group = 0
+        self._runs_in_group += 1
         store = str(Path(self._directory.name) / f"store-{self._generation}")
         active = self._workers[:world_size]
         for rank, worker in enumerate(self._workers):
@@ -149,6 +154,7 @@ def _worker_main(rank: int, connection: multiprocessing.connection.Connection) -
             if (store, world_size) != joined:
                 if dist.is_initialized():
                     dist.destroy_process_group()
+                    gc.collect()  # meshes and models refer to each other, and hold the groups of a mesh alive
                 joined = (store, world_size)
                 if rank < world_size:
                     dist.init_process_group(

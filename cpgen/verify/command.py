@@ -1,0 +1,94 @@
+"""The verify command: emits what is asked for into a temporary directory, runs it, and prints what came out."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import click
+
+from cpgen.diagnostics import fail
+from cpgen.package import Request, generate
+from cpgen.source import SourceTree
+from cpgen.target import Target
+from cpgen.verify.case import Reference
+from cpgen.verify.pool import WorkerPool
+from cpgen.verify.report import markdown_table, progress, render, to_json
+from cpgen.verify.run import PackageToVerify, Result, verify
+
+MAX_RANKS = 64
+
+
+def verify_command(
+    requests: Sequence[Request],
+    degrees: Sequence[int],
+    strategies: Sequence[str],
+    probes: Sequence[str],
+    as_json: bool,
+    markdown: bool,
+) -> int:
+    """Verify `requests` at `degrees` and `strategies` (default: each request's own). Returns the exit code, 0 or 1.
+
+    Raises CpgenError for input that cannot be used.
+    """
+    for name in ("torch", "diffusers"):
+        if importlib.util.find_spec(name) is None:
+            raise fail("CP304", f"verify runs the model, and {name} is not installed", help="pip install 'cpgen[run]'")
+    for degree in degrees:
+        if not 1 <= degree <= MAX_RANKS:
+            raise fail("CP403", f"--cp {degree}: verify runs 1 to {MAX_RANKS} local ranks")
+    results: list[Result] = []
+    with tempfile.TemporaryDirectory(prefix="cpgen-verify-") as folder:
+        groups = _group(requests, degrees, strategies)
+        size = max(cp for _, cps, _ in groups for cp in cps)
+        with WorkerPool(size) as pool, progress() as on_progress:
+            for group, cps, chosen in groups:
+                packages = [_emit(request, cps, chosen, Path(folder)) for request in group]
+                try:
+                    results += verify(packages, cps, chosen, pool=pool, on_progress=on_progress, probes=probes or None)
+                except ValueError as error:
+                    raise fail("CP407", str(error)) from None
+    if as_json:
+        click.echo(to_json(results))
+    elif markdown:
+        click.echo(markdown_table(results), nl=False)
+    else:
+        from rich.console import Console
+
+        render(results, Console(width=None if sys.stdout.isatty() else 160))
+    return 0 if results and all(result.ok for result in results) else 1
+
+
+def _group(
+    requests: Sequence[Request], degrees: Sequence[int], strategies: Sequence[str]
+) -> list[tuple[list[Request], list[int], list[str]]]:
+    """Requests that run at the same degrees and strategies."""
+    groups: dict[tuple[tuple[int, ...], tuple[str, ...]], list[Request]] = {}
+    for request in requests:
+        key = (tuple(dict.fromkeys(degrees)) or (request.cp,), tuple(dict.fromkeys(strategies)) or (request.strategy,))
+        groups.setdefault(key, []).append(request)
+    return [(group, list(cps), list(chosen)) for (cps, chosen), group in groups.items()]
+
+
+def _emit(request: Request, cps: list[int], strategies: list[str], folder: Path) -> PackageToVerify:
+    tree = SourceTree()
+    for cp in cps:
+        for strategy in strategies:
+            variant = replace(request, cp=cp, strategy=strategy)
+            package = generate(variant, folder, tree)
+            place = folder / package.name / f"{strategy}-cp{cp}" / package.name
+            for name, text in package.files.items():
+                file = place / name
+                file.parent.mkdir(parents=True, exist_ok=True)
+                file.write_text(text, "utf-8")
+    return PackageToVerify(package.name, folder / package.name, package.plan, _reference(package.target))
+
+
+def _reference(target: Target) -> Reference:
+    if target.kind == "file":
+        return Reference(str(target.module.path.resolve()), target.class_name)
+    return Reference(target.module.name, target.class_name)
