@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 
 from cpgen.verify import report
@@ -216,6 +217,18 @@ def test_rank_that_fails_alone_is_named_and_the_pool_goes_on(tmp_path: Path, poo
     result = verify_one(packages.wan(tmp_path, 2, broken=((SHARD_ROPE, SHARD_ROPE + fault),)), pool)
     assert result.error == "rank 1: none: AssertionError: no memory left"
     assert verify_one(packages.wan(tmp_path / "right", 2), pool).ok
+
+
+def open_files_after_making_groups() -> int:
+    holder: list[object] = [dist.new_group() for _ in range(4)]
+    holder.append(holder)  # held by a cycle, as a model and its mesh hold theirs
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="counts open files by /proc")
+def test_groups_that_cases_leave_behind_do_not_pile_up(pool: WorkerPool) -> None:
+    counts = [pool.run(open_files_after_making_groups, world_size=2)[0] for _ in range(41)]
+    assert max(counts[30:]) <= max(counts[:20])
 
 
 # What can't run is a result, never left out.
