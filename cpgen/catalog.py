@@ -54,7 +54,9 @@ def describe(plan: Plan) -> str:
     lines.append(f"streams     {', '.join(plan.streams)}")
     lines.append(f"region      begins {f'ahead of the loop over {plan.begin}' if plan.begin else 'with forward'}")
     for shard in plan.shards:
-        lines.append(f"  cut       {_value(shard)}: dim {shard.dim} of {shard.ndim}, {' + '.join(shard.streams)}{_when(shard)}")
+        lines.append(
+            f"  cut       {_value(shard)}: dim {shard.dim} of {shard.ndim}, {' + '.join(shard.streams)}{_when(shard)}"
+        )
     for prefix in plan.prefixes:
         lines.append(f"  count     {prefix.variable}: leading tokens of {prefix.stream}")
     for gather in plan.gathers:

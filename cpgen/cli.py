@@ -15,10 +15,13 @@ import cpgen
 if TYPE_CHECKING:
     from cpgen.drift import FileState
     from cpgen.package import Request
-    from cpgen.plan import Plan
 
 OUT = click.option(
-    "--out", type=click.Path(path_type=Path), default=Path("generated"), show_default=True, help="Directory of packages."
+    "--out",
+    type=click.Path(path_type=Path),
+    default=Path("generated"),
+    show_default=True,
+    help="Directory of packages.",
 )
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 
@@ -30,7 +33,9 @@ def cli() -> None:
 
 
 @cli.command()
-@click.option("--model", "models", multiple=True, metavar="M", help="Class of diffusers, package.module:Class, or file.py:Class.")
+@click.option(
+    "--model", "models", multiple=True, metavar="M", help="Class of diffusers, package.module:Class, or file.py:Class."
+)
 @click.option("--cp", type=int, metavar="N", help="Context-parallel degree.")
 @click.option("--strategy", default="ulysses", show_default=True, metavar="S", help="ulysses or allgather.")
 @click.option("--ulysses-degree", type=int, metavar="K", help="Inner degree of the hybrid strategy.")
@@ -101,7 +106,9 @@ def emit(
                 click.echo(path)
         if not changed:
             click.echo(f"{(out / item.name).as_posix()} is up to date", err=True)
-        report.append({"package": item.name, "model": item.target.class_name, "files": sorted(item.files), "changed": changed})
+        report.append(
+            {"package": item.name, "model": item.target.class_name, "files": sorted(item.files), "changed": changed}
+        )
     if as_json:
         click.echo(json.dumps(report, indent=2))
 
@@ -175,7 +182,9 @@ def list_models(out: Path, as_json: bool) -> None:
     click.echo(f"{'model':{width}}  {'plan':24}  {'streams':14}  {'strategies':18}  state")
     for row in rows:
         streams, strategies = ", ".join(row["streams"]), ", ".join(row["strategies"])
-        click.echo(f"{row['model']:{width}}  {row['plan'] or '-':24}  {streams:14}  {strategies:18}  {row['state']}".rstrip())
+        click.echo(
+            f"{row['model']:{width}}  {row['plan'] or '-':24}  {streams:14}  {strategies:18}  {row['state']}".rstrip()
+        )
 
 
 @cli.group()
@@ -185,7 +194,9 @@ def plan() -> None:
 
 @plan.command("show")
 @click.argument("model", metavar="M")
-@click.option("--plan", "path", type=click.Path(path_type=Path), metavar="FILE", help="Plan to use instead of the shipped one.")
+@click.option(
+    "--plan", "path", type=click.Path(path_type=Path), metavar="FILE", help="Plan to use instead of the shipped one."
+)
 def plan_show(model: str, path: Path | None) -> None:
     """Describe the plan of a model."""
     from cpgen.catalog import describe
@@ -224,7 +235,9 @@ def plan_infer(model: str, write: Path | None) -> None:
     from cpgen.diagnostics import fail
 
     del model, write
-    raise fail("CP406", "plan infer is not available in this version", help="write a plan file: docs/plans.md shows how")
+    raise fail(
+        "CP406", "plan infer is not available in this version", help="write a plan file: docs/plans.md shows how"
+    )
 
 
 @cli.command()
@@ -324,12 +337,16 @@ def _files(count: int) -> str:
 def _coloured(text: str) -> str:
     colours = {"+": "green", "-": "red", "@": "cyan"}
     return "".join(
-        click.style(line, fg=colours[line[0]]) if line[:1] in colours else line for line in text.splitlines(keepends=True)
+        click.style(line, fg=colours[line[0]]) if line[:1] in colours else line
+        for line in text.splitlines(keepends=True)
     )
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Run the command line. Exit codes: 0 fine, 1 drift or a failed check, 2 bad input, 3 internal error, 130 interrupted."""
+    """Run the command line.
+
+    Exit codes: 0 fine, 1 drift or a failed check, 2 bad input, 3 internal error, 130 interrupted.
+    """
     from cpgen.diagnostics import CpgenError
 
     try:

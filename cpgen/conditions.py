@@ -32,12 +32,12 @@ class _SubjectOf(ast.NodeTransformer):
     def __init__(self, subject: str) -> None:
         self._subject = subject
 
-    def visit_Name(self, node: ast.Name) -> ast.expr:  # noqa: N802
+    def visit_Name(self, node: ast.Name) -> ast.expr:
         if node.id in ("ndim", "shape"):
             return ast.Attribute(ast.Name(self._subject, ast.Load()), node.id, ast.Load())
         return node
 
-    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:  # noqa: N802
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
         return node
 
 

@@ -59,7 +59,9 @@ class CpgenError(Exception):
         super().__init__("\n\n".join(finding.render() for finding in self.findings))
 
 
-def fail(code: str, message: str, location: Location | None = None, *, exit_code: int = 2, **parts: str | None) -> CpgenError:
+def fail(
+    code: str, message: str, location: Location | None = None, *, exit_code: int = 2, **parts: str | None
+) -> CpgenError:
     """A `CpgenError` with one finding, to raise."""
     return CpgenError([Finding(code, message, location, **parts)], exit_code=exit_code)
 

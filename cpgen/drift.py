@@ -99,7 +99,9 @@ def edited_error(states: list[FileState], out: Path) -> CpgenError | None:
         if state.state == "edited":
             manifest = read_package(out / state.package).manifest or {}
             model = manifest.get("request", {}).get("model", "MODEL")
-            findings.append(edited_finding(f"{out.as_posix()}/{state.package}", state.file, f"cpgen emit --model {model}"))
+            findings.append(
+                edited_finding(f"{out.as_posix()}/{state.package}", state.file, f"cpgen emit --model {model}")
+            )
     return CpgenError(findings, exit_code=1) if findings else None
 
 

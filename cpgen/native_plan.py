@@ -110,7 +110,9 @@ class _Reader:
         for name_node, entry_node in zip(value.keys, value.values, strict=True):
             name = name_node.value if isinstance(name_node, ast.Constant) else None
             several = isinstance(entry_node, (ast.List, ast.Tuple))
-            for i, part in enumerate(entry_node.elts if isinstance(entry_node, (ast.List, ast.Tuple)) else [entry_node]):
+            for i, part in enumerate(
+                entry_node.elts if isinstance(entry_node, (ast.List, ast.Tuple)) else [entry_node]
+            ):
                 entry = self._entry(part, "ContextParallelInput")
                 if entry is None:
                     continue
@@ -208,7 +210,11 @@ class _Reader:
             return
         statement = self.forward.statement_of(calls[0])
         variable = module
-        if isinstance(statement, ast.Assign) and statement.value is calls[0] and isinstance(statement.targets[0], ast.Name):
+        if (
+            isinstance(statement, ast.Assign)
+            and statement.value is calls[0]
+            and isinstance(statement.targets[0], ast.Name)
+        ):
             variable = statement.targets[0].id
         stream = self._main_stream()
         for i, part in enumerate(value.elts if isinstance(value, (ast.List, ast.Tuple)) else [value]):
@@ -340,7 +346,11 @@ def _plan_node(target: Target) -> ast.Dict | None:
     for node in target.node.body:
         value = getattr(node, "value", None)
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
-        if isinstance(value, ast.Dict) and value.keys and any(isinstance(t, ast.Name) and t.id == "_cp_plan" for t in targets):
+        if (
+            isinstance(value, ast.Dict)
+            and value.keys
+            and any(isinstance(t, ast.Name) and t.id == "_cp_plan" for t in targets)
+        ):
             return value
     return None
 
@@ -365,7 +375,9 @@ def _is_none(node: ast.expr) -> bool:
 def _concatenation_order(function: Function) -> list[bool] | None:
     """For the concatenation that joins text and latent tokens: for each part, whether it is text."""
     for node in ast.walk(function.node):
-        if not (isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("cat", "concat")):
+        if not (
+            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("cat", "concat")
+        ):
             continue
         parts = node.args[0].elts if node.args and isinstance(node.args[0], (ast.List, ast.Tuple)) else []
         flags = [any(word in ast.unparse(part) for word in _TEXT_WORDS) for part in parts]

@@ -140,7 +140,9 @@ def request_from_manifest(manifest: dict[str, Any], folder: Path) -> Request:
 def _check_options(request: Request) -> None:
     if request.strategy not in STRATEGIES:
         later = request.strategy in LATER_STRATEGIES
-        message = f"strategy '{request.strategy}' is not available" if later else f"unknown strategy '{request.strategy}'"
+        message = (
+            f"strategy '{request.strategy}' is not available" if later else f"unknown strategy '{request.strategy}'"
+        )
         note = did_you_mean(request.strategy, STRATEGIES) or f"strategies: {', '.join(STRATEGIES)}"
         raise fail("CP403", message, note=note)
     if request.cp < 1:

@@ -40,7 +40,9 @@ def load_plan(text: str, name: str) -> Plan:
     reader = _Reader(document)
     plan = reader.plan(hashlib.sha256(text.encode()).hexdigest())
     if reader.findings:
-        raise CpgenError(sorted(reader.findings, key=lambda f: (f.location.line, f.location.column) if f.location else (0, 0)))
+        raise CpgenError(
+            sorted(reader.findings, key=lambda f: (f.location.line, f.location.column) if f.location else (0, 0))
+        )
     return plan
 
 
@@ -79,7 +81,9 @@ class _Reader:
     # Entries
 
     def _shard(self, path: Path) -> Shard:
-        entry = self._mapping(path, required=("dim", "ndim", "stream"), optional=("optional", "when", "after", "before"))
+        entry = self._mapping(
+            path, required=("dim", "ndim", "stream"), optional=("optional", "when", "after", "before")
+        )
         if "after" in entry and "before" in entry:
             self._find("CP105", "'after' and 'before' say two places", path, key=True)
         variable, steps = self._variable(path)
@@ -123,7 +127,9 @@ class _Reader:
         if isinstance(self._value(path), dict):
             entry = self._mapping(path, required=("sites",), optional=("whole",))
             sites_path = (*path, "sites")
-            whole = tuple(self._whole((*path, "whole", i)) for i in self._indices(entry.get("whole", []), (*path, "whole")))
+            whole = tuple(
+                self._whole((*path, "whole", i)) for i in self._indices(entry.get("whole", []), (*path, "whole"))
+            )
         sites = tuple(self._site((*sites_path, i)) for i in self._indices(self._value(sites_path), sites_path))
         calls = [site.call for site in sites]
         for i, call in enumerate(calls):
@@ -170,11 +176,13 @@ class _Reader:
         return Whole(tuple(pairs), after, before, until, self._document.at(path))
 
     def _probes(self, root: dict[str, Any]) -> tuple[Probe, ...]:
-        probes = []
+        probes: list[Probe] = []
         for i in self._indices(root.get("probes", []), ("probes",)):
             path: Path = ("probes", i)
             entry = self._mapping(path, required=("name", "config", "inputs"), optional=("before",))
-            name = self._typed(entry, (*path, "name"), str, "", lambda v: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", v))
+            name = self._typed(
+                entry, (*path, "name"), str, "", lambda v: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", v)
+            )
             if name in [probe.name for probe in probes]:
                 self._find("CP105", f"two probes are called '{name}'", (*path, "name"))
             probe = Probe(
@@ -223,7 +231,9 @@ class _Reader:
     def _name(self, parent: dict[str, Any], path: Path) -> str:
         value = parent.get(str(path[-1]))
         if path[-1] in parent and not is_name(value):
-            self._find("CP105", f"{value!r} is not a name", path, note="a plan's names end up in code: identifiers only")
+            self._find(
+                "CP105", f"{value!r} is not a name", path, note="a plan's names end up in code: identifiers only"
+            )
             return ""
         return str(value or "")
 
@@ -270,7 +280,9 @@ class _Reader:
         ndim = self._typed(entry, (*path, "ndim"), int, 1, lambda v: 1 <= v <= _MAX_NDIM)
         dim = self._typed(entry, (*path, "dim"), int, 0)
         if "dim" in entry and not 0 <= dim < ndim:
-            self._find("CP105", f"dim {dim} cannot be: a tensor of ndim {ndim} has dims 0 to {ndim - 1}", (*path, "dim"))
+            self._find(
+                "CP105", f"dim {dim} cannot be: a tensor of ndim {ndim} has dims 0 to {ndim - 1}", (*path, "dim")
+            )
         return dim, ndim
 
     def _typed(

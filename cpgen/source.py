@@ -86,7 +86,9 @@ class SourceModule:
         text = self.lines[line - 1].rstrip("\n") if line <= len(self.lines) else ""
         column = len(text.encode()[: getattr(node, "col_offset", 0)].decode(errors="ignore")) + 1
         end = getattr(node, "end_col_offset", None) if getattr(node, "end_lineno", None) == line else None
-        width = len(text.encode()[:end].decode(errors="ignore")) - column + 1 if end is not None else len(text) - column + 1
+        width = (
+            len(text.encode()[:end].decode(errors="ignore")) - column + 1 if end is not None else len(text) - column + 1
+        )
         return Location(self.label, line, column, max(1, width), text)
 
 
@@ -173,7 +175,7 @@ def exported_models(tree: SourceTree) -> dict[str, str]:
         ):
             for item in node.value.elts:
                 if isinstance(item, ast.Constant):
-                    table[str(item.value)] = f"diffusers.models.{node.targets[0].slice.value}"
+                    table[str(item.value)] = f"diffusers.models.{node.targets[0].slice.value!s}"
     return table
 
 

@@ -72,7 +72,9 @@ def snake_case(class_name: str) -> str:
     """The default package name: WanTransformer3DModel -> wan_transformer_3d."""
     stem = class_name.removesuffix("Model")
     # A number belongs to the word before it (SD3, CogView4), except as a dimension (2D, 3D).
-    words = re.findall(r"\d+D|[A-Z]+\d*(?=[A-Z][a-z])|[A-Z]?[a-z]+(?:\d+(?![\dD]))?|[A-Z]+(?:\d+(?![\dD]))?|\d+|_+", stem)
+    words = re.findall(
+        r"\d+D|[A-Z]+\d*(?=[A-Z][a-z])|[A-Z]?[a-z]+(?:\d+(?![\dD]))?|[A-Z]+(?:\d+(?![\dD]))?|\d+|_+", stem
+    )
     words = [word for word in words if not word.startswith("_")]
     return "_".join(words).lower()
 

@@ -52,10 +52,10 @@ def parse_yaml(text: str, name: str) -> YamlDocument:
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
-                raise fail("CP101", "YAML anchors and aliases are not allowed in a plan", place(event.start_mark))
+                raise fail("CP101", "YAML anchors and aliases are not allowed in a plan", place(_mark(event)))
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
+        mark: Any = error.problem_mark or error.context_mark
         reason = " ".join(part for part in (error.problem, error.context) if part)
         raise fail("CP101", f"broken YAML: {reason}", place(mark) if mark else None) from None
     except yaml.YAMLError as error:
@@ -69,6 +69,10 @@ def parse_yaml(text: str, name: str) -> YamlDocument:
     if findings:
         raise CpgenError(findings)
     return document
+
+
+def _mark(event: yaml.Event) -> Any:
+    return event.start_mark  # typed as optional, which the C parser's are
 
 
 def _build(node: yaml.Node, path: Path, document: YamlDocument, findings: list[Finding], place: Any) -> Any:
@@ -107,6 +111,6 @@ def _build(node: yaml.Node, path: Path, document: YamlDocument, findings: list[F
 def _scalar(kind: str, node: yaml.Node) -> Any:
     loader = yaml.SafeLoader("")
     try:
-        return loader.construct_object(node, deep=True)  # type: ignore[no-untyped-call]
+        return loader.construct_object(node, deep=True)
     finally:
-        loader.dispose()  # type: ignore[no-untyped-call]
+        loader.dispose()

@@ -24,9 +24,7 @@ class AttentionSite:
     the model that is not cut: the streams one after the other, as the source concatenates them.
     """
 
-    def __init__(
-        self, binding: Binding, streams: tuple[str, ...], kv_streams: tuple[str, ...], layout: str
-    ) -> None:
+    def __init__(self, binding: Binding, streams: tuple[str, ...], kv_streams: tuple[str, ...], layout: str) -> None:
         self._binding = binding
         self._streams = streams
         self._kv_streams = kv_streams
@@ -55,7 +53,10 @@ class AttentionSite:
         parts = [self._stream_parts(region, s) for s in (self._streams, self._kv_streams, self._kv_streams)]
         counts = [mine.query_size, mine.kv_size, mine.kv_size]
         shapes = [
-            [(sum(part[rank]), x.shape[1], count, x.shape[3]) for x, part, count in zip(rows, parts, counts)]
+            [
+                (sum(part[rank]), x.shape[1], count, x.shape[3])
+                for x, part, count in zip(rows, parts, counts, strict=True)
+            ]
             for rank in range(binding.degree)
         ]
         receive_sizes = [[_numel(shape) for shape in of_rank] for of_rank in shapes]
@@ -65,7 +66,7 @@ class AttentionSite:
             send_sizes,
             binding.group,
         )
-        received = flat.split([size for sizes in receive_sizes for size in sizes])
+        received = torch.split(flat, [size for sizes in receive_sizes for size in sizes])
         whole = []
         for i in range(3):
             pieces = [received[rank * 3 + i].reshape(shapes[rank][i]) for rank in range(binding.degree)]
@@ -94,7 +95,8 @@ class AttentionSite:
         receive_sizes = [_numel(shape) for shape in shapes]
         flat = all_to_all(torch.cat(send), receive_sizes, [piece.numel() for piece in send], binding.group)
         pieces = [
-            piece.reshape(shape).transpose(0, 1) for piece, shape in zip(flat.split(receive_sizes), shapes, strict=True)
+            piece.reshape(shape).transpose(0, 1)
+            for piece, shape in zip(torch.split(flat, receive_sizes), shapes, strict=True)
         ]
         # Contiguous as (B, S, H, D), like the output of torch's fused kernels: what follows may use .view.
         joined = torch.cat(pieces, dim=2)
@@ -119,7 +121,7 @@ class AttentionSite:
         widths = [_numel(x.shape[1:]) for x in rows]
         out = [
             flat.reshape(-1, *x.shape[1:]).permute(_FROM_ROWS[self._layout])
-            for flat, x in zip(ordered.split(widths, dim=1), rows, strict=True)
+            for flat, x in zip(torch.split(ordered, widths, dim=1), rows, strict=True)
         ]
         return out[0], out[1]
 
@@ -237,7 +239,11 @@ LOCAL_ATTENTION = LocalAttention()
 
 
 def attention_site(
-    attention: torch.nn.Module, *streams: str, kv: tuple[str, ...] | None = None, layout: str = "BSHD", when: bool = True
+    attention: torch.nn.Module,
+    *streams: str,
+    kv: tuple[str, ...] | None = None,
+    layout: str = "BSHD",
+    when: bool = True,
 ) -> AttentionSite | LocalAttention:
     """The exchange for an attention call inside `attention`, whose queries are `streams` one after the other.
 
@@ -258,14 +264,14 @@ def _heads_of(rows: Tensor, index: int, part: HeadPart) -> Tensor:
 
 def _by_stream(pieces: list[Tensor], parts: list[list[int]]) -> Tensor:
     """Rank-major pieces, each holding one part of every stream, to whole streams one after the other (dim 0)."""
-    split = [piece.split(part) for piece, part in zip(pieces, parts, strict=True)]
+    split = [torch.split(piece, part) for piece, part in zip(pieces, parts, strict=True)]
     return torch.cat([of_rank[stream] for stream in range(len(parts[0])) for of_rank in split])
 
 
 def _by_rank(rows: Tensor, parts: list[list[int]]) -> list[Tensor]:
     """The reverse: whole streams one after the other to one piece a rank."""
     streams = range(len(parts[0]))
-    split = rows.split([part[stream] for stream in streams for part in parts])
+    split = torch.split(rows, [part[stream] for stream in streams for part in parts])
     degree = len(parts)
     return [torch.cat([split[stream * degree + rank] for stream in streams]) for rank in range(degree)]
 

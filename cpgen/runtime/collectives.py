@@ -11,7 +11,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed._functional_collectives  # noqa: F401  (registers torch.ops._c10d_functional)
+import torch.distributed._functional_collectives
 from torch import Tensor
 
 _ops = torch.ops._c10d_functional
@@ -25,7 +25,7 @@ class _AllToAll(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         out = _ops.wait_tensor(_ops.all_to_all_single(grad.contiguous(), ctx.send, ctx.receive, ctx.group))
         return out, None, None, None
 
@@ -38,7 +38,7 @@ class _AllGather(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         out = _ops.wait_tensor(_ops.reduce_scatter_tensor(grad.contiguous(), "sum", ctx.degree, ctx.group))
         return out, None, None
 
@@ -51,13 +51,16 @@ class _AllGatherReplicated(torch.autograd.Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:
         size = grad.shape[0] // ctx.degree
         return grad.narrow(0, ctx.rank * size, size) * ctx.degree, None, None, None
 
 
 def all_to_all(flat: Tensor, receive: list[int], send: list[int], group: str) -> Tensor:
-    """Exchange pieces of a 1-D tensor: `send[i]` elements go to rank i, `receive[i]` come from it. Backward: the other way."""
+    """Exchange pieces of a 1-D tensor: `send[i]` elements go to rank i, `receive[i]` come from it.
+
+    Backward is the exchange the other way.
+    """
     return _AllToAll.apply(flat, receive, send, group)  # type: ignore[no-any-return,no-untyped-call]
 
 

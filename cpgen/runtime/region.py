@@ -99,7 +99,7 @@ class Region:
             )
         if step != "*" and not (isinstance(step, int) and -len(value) <= step < len(value)):
             raise ValueError(f"{self.binding.model_name}: plan entry {label!r}: no element [{step}] in {len(value)}")
-        chosen = range(len(value)) if step == "*" else (step % len(value),)  # type: ignore[operator]
+        chosen = range(len(value)) if step == "*" else (step % len(value),)
         items = [self._at(v, f"{label}[{i}]", rest, apply) if i in chosen else v for i, v in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
 
@@ -161,9 +161,7 @@ class Region:
                 f"{stream!r} has {known} in this forward (degree {degree})"
             )
 
-    def _gather(
-        self, value: Any, label: str, dim: int, ndim: int | None, stream: str, replicated: bool
-    ) -> Tensor:
+    def _gather(self, value: Any, label: str, dim: int, ndim: int | None, stream: str, replicated: bool) -> Tensor:
         tensor = self._check(value, label, ndim, dim)
         binding = self.binding
         sizes = self.part_sizes(stream)

@@ -60,7 +60,9 @@ def _site_edits(
 ) -> list[Edit]:
     def find(message: str, note: str | None = None) -> None:
         place = function.module.location(call)
-        findings.append(Finding("CP502", message, site.location, note=note or f"the call is at {place.file}:{place.line}"))
+        findings.append(
+            Finding("CP502", message, site.location, note=note or f"the call is at {place.file}:{place.line}")
+        )
 
     module = "attn" if "attn" in function.parameters else "self"
     if module == "self" and function.node.name == "__call__":
@@ -74,7 +76,9 @@ def _site_edits(
     causal = _argument(call, 5, "is_causal")
     is_causal = causal is not None and not (isinstance(causal, ast.Constant) and causal.value is False)
     if is_causal and strategy == "allgather":
-        find("a causal call needs all queries in order: allgather keeps this rank's only", "emit with --strategy ulysses")
+        find(
+            "a causal call needs all queries in order: allgather keeps this rank's only", "emit with --strategy ulysses"
+        )
 
     indent = " " * statement.col_offset
     edits: list[Edit] = [
@@ -89,7 +93,7 @@ def _site_edits(
         code = f"{query}, {key}, {value} = {cp}.seq_to_heads({query}, {key}, {value})"
         edits.append(Insertion(statement.lineno, indent, code, "all tokens, this rank's heads"))
         edits.append(_heads_to_seq(call, statement, function, cp))
-        rebound = (query, key, value)
+        rebound: tuple[str, ...] = (query, key, value)
     else:
         code = f"{key}, {value} = {cp}.gather_kv({query}, {key}, {value})"
         edits.append(Insertion(statement.lineno, indent, code, "keys and values of all tokens"))

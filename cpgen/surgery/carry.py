@@ -89,9 +89,7 @@ def _licence(module: SourceModule) -> str:
     return "".join(lines)
 
 
-def _imports(
-    module: SourceModule, nodes: list[ast.stmt], names: set[str], tree: SourceTree, carried: Carried
-) -> str:
+def _imports(module: SourceModule, nodes: list[ast.stmt], names: set[str], tree: SourceTree, carried: Carried) -> str:
     """One import a name, from where upstream's file has it: its own imports, or the file itself."""
     used = {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)}
     bound_at_top = set(module.definitions) | set(module.imported) | _assigned(module)

@@ -13,7 +13,16 @@ from cpgen.source import SourceModule, SourceTree
 from cpgen.surgery.edits import MARK
 
 RUNTIME_CALLS = {"attention_site", "begin_region"}
-REGION_METHODS = {"shard", "local_prefix", "gather", "seq_to_heads", "heads_to_seq", "gather_kv", "whole_length", "local_length"}
+REGION_METHODS = {
+    "shard",
+    "local_prefix",
+    "gather",
+    "seq_to_heads",
+    "heads_to_seq",
+    "gather_kv",
+    "whole_length",
+    "local_length",
+}
 WRAPPERS = {"pin", "shard", "gather", "heads_to_seq", "mask_heads", "mask_rows"}
 
 
@@ -43,7 +52,11 @@ def difference(
         found = {getattr(node, "name", ""): node for node in ours.body}
         wanted = {getattr(node, "name", ""): node for node in theirs.body}
         pairs = [(name, found.get(name), wanted.get(name)) for name in sorted(names)]
-        extra = [n for n in ours.body if not isinstance(n, (ast.Import, ast.ImportFrom)) and getattr(n, "name", "") not in names]
+        extra = [
+            n
+            for n in ours.body
+            if not isinstance(n, (ast.Import, ast.ImportFrom)) and getattr(n, "name", "") not in names
+        ]
         if extra:
             return f"an unexpected statement at line {extra[0].lineno}"
         bound = resolver.bindings(ours)
@@ -68,7 +81,7 @@ class _Eraser(ast.NodeTransformer):
                 setattr(node, field, [stmt for stmt in value if not self._inserted(stmt)])
         return super().generic_visit(node)
 
-    def visit_Call(self, node: ast.Call) -> ast.AST:  # noqa: N802
+    def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         marked = node.lineno in self._marked or node.end_lineno in self._marked
         if marked and node.args and isinstance(node.func, ast.Attribute) and node.func.attr in WRAPPERS:
@@ -163,8 +176,7 @@ class _Resolver:
 def _first_difference(ours: ast.AST, theirs: ast.AST, name: str) -> str:
     mine = ast.unparse(ours).splitlines()
     upstreams = ast.unparse(theirs).splitlines()
-    for number, (left, right) in enumerate(zip(mine, upstreams, strict=False), start=1):
+    for left, right in zip(mine, upstreams, strict=False):
         if left != right:
             return f"{name}: {left.strip()!r} where upstream has {right.strip()!r}"
-    del number
     return f"{name}: {len(mine)} lines of code where upstream has {len(upstreams)}"

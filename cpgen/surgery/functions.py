@@ -10,7 +10,12 @@ from functools import cached_property
 from cpgen.source import SourceModule
 
 ATTENTION_LAYOUT = {"dispatch_attention_fn": "BSHD", "scaled_dot_product_attention": "BHSD"}
-_CHECKPOINTS = {"self._gradient_checkpointing_func", "checkpoint", "checkpoint.checkpoint", "torch.utils.checkpoint.checkpoint"}
+_CHECKPOINTS = {
+    "self._gradient_checkpointing_func",
+    "checkpoint",
+    "checkpoint.checkpoint",
+    "torch.utils.checkpoint.checkpoint",
+}
 
 
 @dataclass(frozen=True)
@@ -79,7 +84,7 @@ class Function:
 
     def assignments_of(self, name: str) -> list[ast.stmt]:
         """The statements that assign the variable `name` as a whole, in source order."""
-        found = []
+        found: list[ast.stmt] = []
         for node in self._in_order():
             if isinstance(node, (ast.Assign, ast.AnnAssign, ast.AugAssign)):
                 targets = node.targets if isinstance(node, ast.Assign) else [node.target]

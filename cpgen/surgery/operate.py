@@ -74,7 +74,9 @@ def operate(target: Target, plan: Plan, strategy: str, runtime: str, tree: Sourc
         edits.setdefault(module.name, [])
         if module.name != main.name:
             carried.names.setdefault(module.name, set()).add(entry.owner)
-        new = attention_edits(entry, function, strategy, _free_names(function, sum(bool(site.streams) for site in entry.sites)), findings)
+        new = attention_edits(
+            entry, function, strategy, _free_names(function, sum(bool(site.streams) for site in entry.sites)), findings
+        )
         edits[module.name] += new
         if new:
             imported.setdefault(module.name, set()).add("attention_site")
@@ -88,9 +90,7 @@ def operate(target: Target, plan: Plan, strategy: str, runtime: str, tree: Sourc
     for name in sorted(carried.names):
         carried_module = tree.find(name)
         assert carried_module is not None
-        files.append(
-            _carried(carried_module, edits.get(name, []), imported.get(name, set()), runtime, tree, carried)
-        )
+        files.append(_carried(carried_module, edits.get(name, []), imported.get(name, set()), runtime, tree, carried))
     _check_names(files)
     local = {file.upstream.path.stem: file.upstream.name for file in files}
     for file in files:
@@ -136,7 +136,9 @@ def _check_class(target: Target, plan: Plan, findings: list[Finding]) -> None:
         if name not in attributes:
             message = f"{target.class_name} has no module '{name}'"
             hint = did_you_mean(name, attributes)
-            findings.append(Finding("CP104", message, plan_location(plan), hint=hint, note="named in the plan's blocks"))
+            findings.append(
+                Finding("CP104", message, plan_location(plan), hint=hint, note="named in the plan's blocks")
+            )
 
 
 def _check_described(target: Target, plan: Plan, findings: list[Finding]) -> None:
@@ -159,7 +161,9 @@ def _check_described(target: Target, plan: Plan, findings: list[Finding]) -> Non
     for name in plan.outside:
         if name not in target.module.definitions:
             hint = did_you_mean(name, target.module.definitions)
-            findings.append(Finding("CP104", f"'outside' names '{name}', which is not in {target.module.label}", hint=hint))
+            findings.append(
+                Finding("CP104", f"'outside' names '{name}', which is not in {target.module.label}", hint=hint)
+            )
 
 
 def _free_names(function: Function, count: int) -> list[str]:

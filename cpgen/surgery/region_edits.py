@@ -37,9 +37,7 @@ def region_edits(plan: Plan, forward: Function, cp: str, findings: list[Finding]
     return edits + pin_edits(forward, begin.line, cp)
 
 
-def _begin(
-    blocks: str | None, forward: Function, location: Location | None, findings: list[Finding]
-) -> _Place | None:
+def _begin(blocks: str | None, forward: Function, location: Location | None, findings: list[Finding]) -> _Place | None:
     """Ahead of the first loop over self.<blocks> and the comments above it; or where forward begins."""
     if blocks is None:
         first = forward.first_statement
@@ -106,12 +104,16 @@ def gather_edits(gather: Gather, forward: Function, after_line: int, cp: str, fi
         findings.append(Finding("CP104", message, gather.location, hint=near, note=_defined_at(forward)))
     edits: list[Edit] = []
     for call in calls:
-        arguments = f"{gather.variable!r}, {_path(gather.path)}dim={gather.dim}, ndim={gather.ndim}, stream={gather.stream!r}"
+        arguments = (
+            f"{gather.variable!r}, {_path(gather.path)}dim={gather.dim}, ndim={gather.ndim}, stream={gather.stream!r}"
+        )
         arguments = arguments.replace("'", '"')
         reason = "region ends"
         statement = forward.statement_of(call)
         if isinstance(statement, ast.Assign) and statement.value is call:
-            targets = [node.id for target in statement.targets for node in ast.walk(target) if isinstance(node, ast.Name)]
+            targets = [
+                node.id for target in statement.targets for node in ast.walk(target) if isinstance(node, ast.Name)
+            ]
             if gather.variable not in targets:
                 hint = did_you_mean(gather.variable, targets) or f"it is assigned to {', '.join(targets)}"
                 message = f"the result of self.{gather.after} is not called '{gather.variable}'"
