@@ -5,7 +5,9 @@ from __future__ import annotations
 import ast
 import hashlib
 import importlib.util
+import io
 import re
+import tokenize
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -35,7 +37,8 @@ class SourceModule:
 
     @cached_property
     def lines(self) -> list[str]:
-        return self.text.splitlines(keepends=True)
+        """The lines that `ast` counts: str.splitlines would also break at form feeds and U+2028."""
+        return [line for line in re.split(r"(?<=\n)", self.text) if line]
 
     @property
     def sha256(self) -> str:
@@ -79,6 +82,35 @@ class SourceModule:
                 help="make it absolute, or name the class as package.module:Class",
             )
         return ".".join(base[: len(base) - node.level + 1] + ([node.module] if node.module else []))
+
+    def indent(self, node: ast.stmt) -> str:
+        """The white space ahead of `node`. Raises CpgenError if it shares a line, so that none can go around it."""
+        first, last = self.lines[node.lineno - 1], self.lines[(node.end_lineno or node.lineno) - 1]
+        before = first.encode()[: node.col_offset].decode()
+        behind = last.encode()[node.end_col_offset :].decode().strip()
+        if before.strip() or (behind and not behind.startswith("#")):
+            raise fail(
+                "CP503",
+                f"a statement in {self.label} shares its line with another",
+                self.location(node),
+                note="a line must go ahead of it or behind it",
+            )
+        return before
+
+    @cached_property
+    def open_lines(self) -> set[int]:
+        """The lines that cannot take a comment at their end: inside a string, or continued by a backslash."""
+        found = {i for i, line in enumerate(self.lines, start=1) if line.rstrip("\n").endswith("\\")}
+        starts = []
+        for token in tokenize.generate_tokens(io.StringIO(self.text).readline):
+            name = tokenize.tok_name[token.type]
+            if name == "FSTRING_START":
+                starts.append(token.start[0])
+            elif name == "FSTRING_END":
+                found |= set(range(starts.pop(), token.end[0]))
+            elif name == "STRING":
+                found |= set(range(token.start[0], token.end[0]))
+        return found
 
     def location(self, node: ast.AST) -> Location:
         """Where `node` starts."""
@@ -143,7 +175,7 @@ class SourceTree:
 def read_source(path: Path, label: str) -> str:
     """The text of a Python file with LF line ends. Raises CpgenError if it cannot be read as UTF-8."""
     try:
-        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n")
+        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise fail("CP303", f"cannot read {label}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -80,11 +80,11 @@ def _site_edits(
             "a causal call needs all queries in order: allgather keeps this rank's only", "emit with --strategy ulysses"
         )
 
-    indent = " " * statement.col_offset
+    indent = function.module.indent(statement)
     edits: list[Edit] = [
         Insertion(
             function.first_statement.lineno,
-            " " * function.first_statement.col_offset,
+            function.module.indent(function.first_statement),
             _site_code(site, module, attention_function(call) or "", cp),
             _site_reason(site),
         )
@@ -143,7 +143,8 @@ def _heads_to_seq(call: ast.Call, statement: ast.stmt, function: Function, cp: s
         if isinstance(target, ast.Name):
             assert statement.end_lineno is not None
             code = f"{target.id} = {cp}.heads_to_seq({target.id})"
-            return Insertion(statement.end_lineno + 1, " " * statement.col_offset, code, reason, follows=True)
+            indent = function.module.indent(statement)
+            return Insertion(statement.end_lineno + 1, indent, code, reason, follows=True)
     return wrap(function, call, f"{cp}.heads_to_seq(", ")", reason)
 
 
@@ -164,12 +165,14 @@ def _whole_edits(whole: Whole, function: Function, cp: str, findings: list[Findi
         line = first.lineno if whole.before else (first.end_lineno or first.lineno) + 1
         reason = f"the length of all of {', '.join(streams)}"
         code = f"{name} = {cp}.whole_length({arguments})"
-        edits.append(Insertion(line, " " * first.col_offset, code, reason, follows=not whole.before))
+        indent = function.module.indent(first)
+        edits.append(Insertion(line, indent, code, reason, follows=not whole.before))
         if whole.until:
             last = function.assignments_of(whole.until)[-1]
             code = f"{name} = {cp}.local_length({arguments})"
             line = (last.end_lineno or last.lineno) + 1
-            edits.append(Insertion(line, " " * last.col_offset, code, "this rank's again", follows=True))
+            indent = function.module.indent(last)
+            edits.append(Insertion(line, indent, code, "this rank's again", follows=True))
     return edits
 
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 import io
+import re
 import tokenize
 
 from cpgen.source import SourceModule, SourceTree
@@ -84,7 +85,7 @@ class _Eraser(ast.NodeTransformer):
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
         marked = node.lineno in self._marked or node.end_lineno in self._marked
-        if marked and node.args and isinstance(node.func, ast.Attribute) and node.func.attr in WRAPPERS:
+        if marked and node.args and _is_call_of_cp(node, WRAPPERS):
             return node.args[0]
         return node
 
@@ -102,7 +103,18 @@ class _Eraser(ast.NodeTransformer):
             return False
         if isinstance(value.func, ast.Name):
             return value.func.id in RUNTIME_CALLS
-        return isinstance(value.func, ast.Attribute) and value.func.attr in REGION_METHODS
+        return _is_call_of_cp(value, REGION_METHODS)
+
+
+def _is_call_of_cp(call: ast.Call, methods: set[str]) -> bool:
+    """Whether `call` is cp.method(...), and not upstream's own torch.gather on the same line."""
+    function = call.func
+    return (
+        isinstance(function, ast.Attribute)
+        and function.attr in methods
+        and isinstance(function.value, ast.Name)
+        and re.fullmatch(r"cp(_\d+)?", function.value.id) is not None
+    )
 
 
 class _Resolver:

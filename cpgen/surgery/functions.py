@@ -41,6 +41,19 @@ class Function:
         """Every name that the function reads or writes."""
         return {node.id for node in ast.walk(self.node) if isinstance(node, ast.Name)} | set(self.parameters)
 
+    @cached_property
+    def bound_anywhere(self) -> set[str]:
+        """`names`, and those that imports, handlers and inner functions bind."""
+        found = set(self.names)
+        for node in ast.walk(self.node):
+            if isinstance(node, ast.alias):
+                found.add(node.asname or node.name.partition(".")[0])
+            elif isinstance(node, ast.arg):
+                found.add(node.arg)
+            elif isinstance(node, (ast.ExceptHandler, ast.FunctionDef, ast.ClassDef)) and node.name:
+                found.add(node.name)
+        return found
+
     @property
     def first_statement(self) -> ast.stmt:
         """The first statement after the docstring."""

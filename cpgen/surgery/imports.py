@@ -55,9 +55,9 @@ def rewritten_import(module: SourceModule, node: ast.ImportFrom, tree: SourceTre
             kept.append(alias)
     if not node.level and not local:
         return None
-    indent = " " * node.col_offset
+    indent = module.lines[node.lineno - 1].encode()[: node.col_offset].decode()
     lines = module.lines[node.lineno - 1 : node.end_lineno]
-    if ";" in lines[-1].partition("#")[0]:
+    if ";" in lines[-1].partition("#")[0] or indent.strip():
         raise fail("CP503", f"several statements on an import's line in {module.label}", module.location(node))
     if not local:
         # Only what stands between `from` and `import` changes: names, layout and comments stay.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from dataclasses import dataclass
 
 from cpgen.diagnostics import CpgenError, Finding, did_you_mean, fail
@@ -167,7 +168,7 @@ def _check_described(target: Target, plan: Plan, findings: list[Finding]) -> Non
 
 
 def _free_names(function: Function, count: int) -> list[str]:
-    taken = function.names | set(function.module.definitions) | set(function.module.imported)
+    taken = function.bound_anywhere | set(function.module.definitions) | set(function.module.imported)
     base = "cp" if count == 1 else "cp_0"
     names: list[str] = []
     number = 0
@@ -186,7 +187,7 @@ def _refusal(target: Target) -> Insertion:
     while target.module.lines[line - 2].lstrip().startswith("#"):
         line -= 1
     code = f"enable_parallelism = {REFUSAL}"
-    return Insertion(line, " " * first.col_offset, code, "diffusers' hooks would cut a second time")
+    return Insertion(line, target.module.indent(first), code, "diffusers' hooks would cut a second time")
 
 
 def _runtime_import(line: int, names: set[str], runtime: str) -> Insertion:
@@ -197,10 +198,22 @@ def _main_file(
     target: Target, edits: list[Edit], imported: set[str], runtime: str, tree: SourceTree, carried: Carried
 ) -> EditedFile:
     module = target.module
-    last = max(n.end_lineno or 0 for n in module.tree.body if isinstance(n, (ast.Import, ast.ImportFrom)))
-    marked = [*edits, _runtime_import(last + 1, imported, runtime)]
+    marked = [*edits, _runtime_import(_behind_imports(module), imported, runtime)]
     chunks = apply_edits(module.lines, [*marked, *import_rewrites(module, tree, carried)])
     return EditedFile(module.path.name, module, "".join(chunks), _marked(marked))
+
+
+def _behind_imports(module: SourceModule) -> int:
+    """The line behind the imports at the top; without any, that of the first statement behind the docstring."""
+    body = module.tree.body
+    definitions = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    top = list(itertools.takewhile(lambda node: not isinstance(node, definitions), body))
+    imports = [node for node in top if isinstance(node, (ast.Import, ast.ImportFrom))]
+    if imports:
+        return (imports[-1].end_lineno or 0) + 1
+    first = body[1 if ast.get_docstring(module.tree) is not None else 0]
+    decorators: list[ast.expr] = getattr(first, "decorator_list", [])
+    return min([first.lineno, *(decorator.lineno for decorator in decorators)])
 
 
 def _carried(

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass
 
-from cpgen.diagnostics import Finding, Location, did_you_mean
+from cpgen.conditions import parse_condition
+from cpgen.diagnostics import Finding, Location, did_you_mean, fail
 from cpgen.plan import Gather, Plan, Prefix, Shard
 from cpgen.surgery.edits import Edit, Insertion, Wrap
 from cpgen.surgery.functions import Function, submodules
@@ -29,7 +30,7 @@ def region_edits(plan: Plan, forward: Function, cp: str, findings: list[Finding]
     for shard in plan.shards:
         edits += _shard_edits(shard, begin, forward, cp, findings)
     for prefix in plan.prefixes:
-        if _known(prefix.variable, begin.line, prefix.location, forward, findings):
+        if _known({prefix.variable}, begin.line, prefix.location, forward, findings):
             reason = f"those in this rank's {prefix.stream}"
             edits.append(Insertion(begin.line, begin.indent, _prefix_code(prefix, cp), reason))
     for gather in plan.gathers:
@@ -41,7 +42,7 @@ def _begin(blocks: str | None, forward: Function, location: Location | None, fin
     """Ahead of the first loop over self.<blocks> and the comments above it; or where forward begins."""
     if blocks is None:
         first = forward.first_statement
-        return _Place(first.lineno, " " * first.col_offset)
+        return _Place(first.lineno, forward.module.indent(first))
     loops = forward.loops_over(blocks)
     if not loops:
         near = did_you_mean(blocks, submodules(forward.owner))
@@ -49,7 +50,7 @@ def _begin(blocks: str | None, forward: Function, location: Location | None, fin
         findings.append(Finding("CP104", message, location, hint=near, note=_defined_at(forward)))
         return None
     start = forward.top_statement_of(loops[0])
-    return _Place(_ahead_of_comments(forward, start.lineno), " " * start.col_offset)
+    return _Place(_ahead_of_comments(forward, start.lineno), forward.module.indent(start))
 
 
 def _shard_edits(shard: Shard, begin: _Place, forward: Function, cp: str, findings: list[Finding]) -> list[Edit]:
@@ -61,7 +62,8 @@ def _shard_edits(shard: Shard, begin: _Place, forward: Function, cp: str, findin
         places = []
         for call in forward.calls_of(shard.after):
             statement = forward.statement_of(call)
-            places.append(_Place((statement.end_lineno or 0) + 1, " " * statement.col_offset, follows=True))
+            indent = forward.module.indent(statement)
+            places.append(_Place((statement.end_lineno or 0) + 1, indent, follows=True))
         if not places:
             message = f"forward does not call self.{shard.after}"
             near = did_you_mean(shard.after, submodules(forward.owner))
@@ -75,8 +77,12 @@ def _shard_edits(shard: Shard, begin: _Place, forward: Function, cp: str, findin
     return [
         Insertion(place.line, place.indent, code, reason, place.follows)
         for place in places
-        if _known(shard.variable, place.line, shard.location, forward, findings)
+        if _known({shard.variable, *_condition_names(shard)}, place.line, shard.location, forward, findings)
     ]
+
+
+def _condition_names(shard: Shard) -> frozenset[str]:
+    return parse_condition(shard.when)[1] if shard.when else frozenset()
 
 
 def _arguments(call: ast.Call) -> list[ast.expr]:
@@ -119,7 +125,7 @@ def gather_edits(gather: Gather, forward: Function, after_line: int, cp: str, fi
                 message = f"the result of self.{gather.after} is not called '{gather.variable}'"
                 findings.append(Finding("CP104", message, gather.location, hint=hint))
             code = f"{gather.variable} = {cp}.gather({gather.variable}, {arguments})"
-            edits.append(_behind(statement, code, reason))
+            edits.append(_behind(forward, statement, code, reason))
         else:
             edits.append(wrap(forward, call, f"{cp}.gather(", f", {arguments})", reason))
     return edits
@@ -136,15 +142,18 @@ def pin_edits(forward: Function, after_line: int, cp: str) -> list[Edit]:
 
 def wrap(function: Function, node: ast.expr, before: str, after: str, reason: str) -> Wrap:
     lines = function.module.lines
+    if node.lineno in function.module.open_lines:
+        place = function.module.location(node)
+        raise fail("CP503", f"no comment can stand at the end of this line of {place.file}", place)
     assert node.end_lineno is not None and node.end_col_offset is not None
     start = (node.lineno, len(lines[node.lineno - 1].encode()[: node.col_offset].decode()))
     end = (node.end_lineno, len(lines[node.end_lineno - 1].encode()[: node.end_col_offset].decode()))
     return Wrap(start, end, before, after, reason)
 
 
-def _behind(statement: ast.stmt, code: str, reason: str) -> Insertion:
+def _behind(forward: Function, statement: ast.stmt, code: str, reason: str) -> Insertion:
     assert statement.end_lineno is not None
-    return Insertion(statement.end_lineno + 1, " " * statement.col_offset, code, reason, follows=True)
+    return Insertion(statement.end_lineno + 1, forward.module.indent(statement), code, reason, follows=True)
 
 
 def _shard_arguments(shard: Shard) -> str:
@@ -173,11 +182,13 @@ def _ahead_of_comments(function: Function, line: int) -> int:
     return line
 
 
-def _known(variable: str, line: int, location: Location | None, forward: Function, findings: list[Finding]) -> bool:
+def _known(
+    variables: set[str], line: int, location: Location | None, forward: Function, findings: list[Finding]
+) -> bool:
     known = forward.bound_before(line)
-    if variable in known:
-        return True
-    message = f"'{variable}' has no value there in {forward.owner.name}.forward"
-    hint = did_you_mean(variable, known)
-    findings.append(Finding("CP104", message, location, hint=hint, note=f"line {line}; {_defined_at(forward)}"))
-    return False
+    unknown = sorted(variables - known)
+    for variable in unknown:
+        message = f"'{variable}' has no value there in {forward.owner.name}.forward"
+        hint = did_you_mean(variable, known)
+        findings.append(Finding("CP104", message, location, hint=hint, note=f"line {line}; {_defined_at(forward)}"))
+    return not unknown
