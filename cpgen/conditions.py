@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 
 _COMPARISONS = (ast.Eq, ast.NotEq, ast.Lt, ast.LtE, ast.Gt, ast.GtE, ast.Is, ast.IsNot)
+_MAX_LENGTH = 200  # and so no deep nesting
 GRAMMAR = "comparisons of names, NAME.ndim, NAME.shape[i], whole numbers and None, joined by and / or / not"
 
 
@@ -18,6 +19,8 @@ def parse_condition(text: str, subject: str | None = None) -> tuple[str, frozens
     A bare `ndim` or `shape[i]` is read as that of `subject`, the value that the condition belongs to.
     Raises ConditionError.
     """
+    if len(text) > _MAX_LENGTH:
+        raise ConditionError(f"longer than {_MAX_LENGTH} characters")
     try:
         tree = ast.parse(text, mode="eval")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -48,8 +51,12 @@ def _check(node: ast.expr, names: set[str]) -> None:
     elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
         _check(node.operand, names)
     elif isinstance(node, ast.Compare) and all(isinstance(op, _COMPARISONS) for op in node.ops):
-        for operand in (node.left, *node.comparators):
+        operands = [node.left, *node.comparators]
+        for operand in operands:
             _check_operand(operand, names)
+        for op, right in zip(node.ops, operands[1:], strict=True):
+            if isinstance(op, (ast.Is, ast.IsNot)) and not (isinstance(right, ast.Constant) and right.value is None):
+                raise ConditionError("'is' and 'is not' are for None only")
     else:
         raise ConditionError(f"{ast.unparse(node)!r} is not allowed in a condition")
 

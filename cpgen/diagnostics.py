@@ -6,6 +6,8 @@ import difflib
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+_SHOWN = 200  # characters of a line
+
 
 @dataclass(frozen=True)
 class Location:
@@ -39,7 +41,9 @@ class Finding:
             if place.text is not None:
                 # A tab before the caret would shift it: show each as one space.
                 text = place.text.replace("\t", " ").rstrip()
-                caret = " " * (place.column - 1) + "^" * max(1, min(place.width, len(text) - place.column + 1))
+                start = max(0, place.column - 1 - _SHOWN // 2) if len(text) > _SHOWN else 0
+                text, column = text[start : start + _SHOWN], place.column - start
+                caret = " " * (column - 1) + "^" * max(1, min(place.width, len(text) - column + 1))
                 lines += [f"{gutter} |", f"{place.line} | {text}", f"{gutter} | {caret} {self.hint or ''}".rstrip()]
             elif self.hint:
                 lines.append(f"{gutter} = {self.hint}")

@@ -36,7 +36,9 @@ def read_package(folder: Path, names: set[str] | None = None) -> OnDisk:
         try:
             manifest = json.loads(path.read_text("utf-8"))
             listed = set(manifest["outputs"])
-        except (OSError, ValueError, KeyError, TypeError):
+            if not all(isinstance(hash_, str) for hash_ in manifest["outputs"].values()):
+                raise ValueError
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
             raise fail(
                 "CP203",
                 f"{folder.name}/{MANIFEST} is not a manifest of cpgen",

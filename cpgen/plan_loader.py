@@ -143,8 +143,10 @@ class _Reader:
         streams = self._stream_list(entry, (*path, "stream")) if "stream" in entry else ()
         if kind == "cross" and "stream" in entry and "kv" not in entry:
             self._find("CP105", "cross-attention on replicated keys takes no stream", (*path, "stream"), key=True)
-        if kind != "cross" and not streams:
-            self._find("CP107", f"a {kind} site names its stream", path)
+        if not streams and (kind != "cross" or "kv" in entry):
+            self._find("CP107", f"a {kind} site{' with kv' if kind == 'cross' else ''} names its stream", path)
+        if "otherwise" in entry and "when" not in entry:
+            self._find("CP107", "'otherwise' needs a 'when'", (*path, "otherwise"), key=True)
         if kind == "joint" and len(streams) < 2 and streams:
             self._find(
                 "CP105", "a joint site names its streams in the order in which they are concatenated", (*path, "stream")
@@ -254,6 +256,8 @@ class _Reader:
         if path[-1] not in parent:
             return ()
         names = value if isinstance(value, list) else [value]
+        if not names:
+            self._find("CP105", "an empty list of streams", path)
         for name in names:
             if name not in self._streams:
                 hint = did_you_mean(str(name), self._streams)

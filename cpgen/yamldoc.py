@@ -12,7 +12,13 @@ from cpgen.diagnostics import CpgenError, Finding, Location, fail
 Path = tuple[str | int, ...]
 _MAX_BYTES = 1_000_000
 _MAX_DEPTH = 40
-_SCALARS = {"str", "int", "float", "bool", "null"}
+_MAX_INT = 2**63
+_TAGS = "tag:yaml.org,2002:"
+_KINDS: dict[type[yaml.Node], set[str]] = {
+    yaml.MappingNode: {"map"},
+    yaml.SequenceNode: {"seq"},
+    yaml.ScalarNode: {"str", "int", "float", "bool", "null"},
+}
 
 
 @dataclass
@@ -79,6 +85,10 @@ def _build(node: yaml.Node, path: Path, document: YamlDocument, findings: list[F
     document._values[path] = place(node.start_mark, node.end_mark)
     if len(path) > _MAX_DEPTH:
         raise fail("CP101", "nested too deeply", document.at(path))
+    tag = node.tag.removeprefix(_TAGS)
+    if tag not in _KINDS[type(node)]:
+        findings.append(Finding("CP101", f"a {tag} value is not allowed in a plan", document.at(path)))
+        return None
     if isinstance(node, yaml.MappingNode):
         mapping: dict[str, Any] = {}
         for key_node, value_node in node.value:
@@ -97,18 +107,21 @@ def _build(node: yaml.Node, path: Path, document: YamlDocument, findings: list[F
         return mapping
     if isinstance(node, yaml.SequenceNode):
         return [_build(child, (*path, i), document, findings, place) for i, child in enumerate(node.value)]
-    kind = node.tag.rpartition(":")[2]
-    if kind not in _SCALARS:
-        findings.append(Finding("CP101", f"a {kind} value is not allowed in a plan", document.at(path)))
-        return None
     try:
-        return _scalar(kind, node)
+        value = _scalar(node)
+        if type(value) is int and abs(value) > _MAX_INT:
+            raise ValueError
     except ValueError:
-        findings.append(Finding("CP101", f"not a valid {kind}: {node.value!r}", document.at(path)))
+        findings.append(Finding("CP101", f"not a valid {tag}: {_shortened(node.value)}", document.at(path)))
         return None
+    return value
 
 
-def _scalar(kind: str, node: yaml.Node) -> Any:
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= 40 else f"{text[:40]}...")
+
+
+def _scalar(node: yaml.Node) -> Any:
     loader = yaml.SafeLoader("")
     try:
         return loader.construct_object(node, deep=True)
