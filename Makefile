@@ -1,0 +1,50 @@
+# Two commands set everything up on a machine with Python and make:
+#   make demo    emit Wan for 4 ranks, run it on 4 local CPU processes, compare with plain diffusers
+#   make test    run the tests
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+
+.PHONY: demo test check lint format table emit bench clean
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[run,test]"
+	@touch $(READY)
+
+demo: $(READY)
+	$(BIN)/cpgen emit --model WanTransformer3DModel --cp 4
+	$(BIN)/cpgen diff wan_transformer_3d --upstream | grep "cpgen:" || true
+	$(BIN)/cpgen verify wan_transformer_3d
+
+test: $(READY)
+	$(BIN)/python -m pytest -q
+
+# What CI runs besides the tests.
+check: lint
+	$(BIN)/cpgen check --all
+
+lint: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(READY)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# Verify every shipped plan at cp 2 and 4 under both strategies, and put the table into the README.
+table: $(READY)
+	$(BIN)/cpgen verify --all --cp 2 --cp 4 --strategy ulysses --strategy allgather --json > .verify.json
+	$(BIN)/python tools/readme_table.py .verify.json
+
+# Emit every package under generated/ again, as its manifest says.
+emit: $(READY)
+	$(BIN)/cpgen emit --all
+
+bench: $(READY)
+	$(BIN)/python benchmarks/commands.py
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .verify.json
