@@ -83,6 +83,10 @@ def emit(
         raise click.UsageError("give --model M (or more of them), or --all")
     if not everything and cp is None:
         raise click.UsageError("--cp N is missing: the context-parallel degree")
+    if everything and (cp is not None or plan is not None or package is not None):
+        raise click.UsageError(
+            "--all emits packages as their manifests say: --cp, --plan and --package go with --model"
+        )
     if package is not None and len(models) > 1:
         raise click.UsageError("--package names one package: give one --model")
     if plan is not None and len(models) > 1:

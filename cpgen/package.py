@@ -6,6 +6,7 @@ import ast
 import hashlib
 import json
 import os
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,8 @@ def generate(request: Request, out: Path, tree: SourceTree | None = None) -> Pac
     operation = operate(target, plan, request.strategy, runtime, tree)
     recorded = _recorded(request, target, out)
     command = _command(recorded, name, target)
+    if not command.isprintable():
+        raise fail("CP402", "a path with line breaks or control characters cannot stand in a header", help="rename it")
     files: dict[str, str] = {}
     for file in operation.files:
         files[file.name] = _header(file.upstream.label, file.upstream.sha256, plan, command) + file.text
@@ -224,9 +227,9 @@ def _recorded(request: Request, target: Target, out: Path) -> _Recorded:
 
 def _command(recorded: _Recorded, name: str, target: Target) -> str:
     """How to regenerate, from the directory that holds the output directory. Without the degree: see the manifest."""
-    parts = ["cpgen emit --model", recorded.shown_model]
+    parts = ["cpgen emit --model", shlex.quote(recorded.shown_model)]
     if recorded.shown_plan is not None:
-        parts += ["--plan", recorded.shown_plan]
+        parts += ["--plan", shlex.quote(recorded.shown_plan)]
     if name != snake_case(target.class_name):
         parts += ["--package", name]
     return " ".join(parts)

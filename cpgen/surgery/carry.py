@@ -47,6 +47,8 @@ def carried_file(module: SourceModule, names: set[str], edits: list[Edit], tree:
     for node in nodes:
         decorators = getattr(node, "decorator_list", [])
         first = min([node.lineno, *(decorator.lineno for decorator in decorators)])
+        while first > 1 and module.lines[first - 2].startswith("#"):
+            first -= 1
         bodies.append("".join(chunks[first - 1 : node.end_lineno]))
     parts = [_licence(module)]
     if any(isinstance(n, ast.ImportFrom) and n.module == "__future__" for n in module.tree.body):
@@ -94,7 +96,8 @@ def _imports(module: SourceModule, nodes: list[ast.stmt], names: set[str], tree:
     used = {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)}
     bound_at_top = set(module.definitions) | set(module.imported) | _assigned(module)
     texts: dict[str, None] = {}
-    for name in sorted(used & bound_at_top - names):
+    # What is imported for type checkers only stands in annotations, and nowhere at run time.
+    for name in sorted(used & bound_at_top - names - _for_type_checkers(module)):
         alias = ast.alias(name)
         if name in module.imported:
             origin, inner = module.imported[name]
@@ -121,11 +124,30 @@ def _alias(name: str, bound: str) -> ast.alias:
 
 
 def _assigned(module: SourceModule) -> set[str]:
+    """Names that statements at module level bind, also those in a condition, but for imports."""
+    scopes = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
     names = set()
-    for node in module.tree.body:
-        for target in node.targets if isinstance(node, ast.Assign) else []:
-            names |= {n.id for n in ast.walk(target) if isinstance(n, ast.Name)}
+    nodes: list[ast.AST] = [*module.tree.body]
+    while nodes:
+        node = nodes.pop()
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+            names.add(node.name)
+        elif not isinstance(node, scopes):
+            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            nodes += ast.iter_child_nodes(node)
     return names
+
+
+def _for_type_checkers(module: SourceModule) -> set[str]:
+    return {
+        alias.asname or alias.name.partition(".")[0]
+        for node in module.tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
+        for statement in node.body
+        if isinstance(statement, (ast.Import, ast.ImportFrom))
+        for alias in statement.names
+    }
 
 
 def _conditional(module: SourceModule, name: str) -> bool:
