@@ -62,7 +62,7 @@ def difference(
             return f"an unexpected statement at line {extra[0].lineno}"
         bound = resolver.bindings(ours)
         for name, origin in bound.items():
-            if origin != resolver.upstream_binding(name):
+            if origin not in (resolver.upstream_binding(name), (upstream.name, name)):
                 return f"'{name}' is imported from {origin}, upstream has {resolver.upstream_binding(name)}"
     for name, mine, upstreams in pairs:
         if mine is None or upstreams is None:
