@@ -1,0 +1,76 @@
+"""Packages that the tests emit, and models from them with random weights and their reference."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from cpgen.package import Request, generate
+from cpgen.plan import Probe
+from cpgen.probes import build_inputs
+from cpgen.verify.case import Reference
+from cpgen.verify.models import build_model, load_package, load_reference, randomise
+
+ROOT = Path(__file__).parents[2]
+TINY = f"{ROOT}/tests/models/transformer_tiny.py:TinyTransformer2DModel"
+TINY_PLAN = ROOT / "tests/models/tiny.yaml"
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """A package on disk and where its reference is: can be sent to a worker."""
+
+    directory: str
+    name: str
+    reference: Reference
+    probes: tuple[Probe, ...]
+
+    def probe(self, name: str | None = None) -> Probe:
+        return self.probes[0] if name is None else next(p for p in self.probes if p.name == name)
+
+
+def emit(out: Path, model: str, cp: int, strategy: str = "ulysses", **options: Any) -> Emitted:
+    if model == TINY:
+        options.setdefault("plan", TINY_PLAN)
+    package = generate(Request(model, cp, strategy, **options), out)
+    for name, text in package.files.items():
+        path = out / package.name / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, "utf-8")
+    source = model.rpartition(":")[0] if model.count(":") and ".py" in model else package.target.module.name
+    reference = Reference(source, package.target.class_name)
+    return Emitted(str(out), package.name, reference, package.plan.probes)
+
+
+def reference_and_model(emitted: Emitted, probe: Probe) -> tuple[nn.Module, nn.Module, Any]:
+    """The unmodified model and the emitted one with equal random weights, and the emitted package."""
+    reference = build_model(load_reference(emitted.reference), probe, 0, torch.float32)
+    randomise(reference, 0)
+    package = load_package(emitted.directory, emitted.name)
+    model = build_model(getattr(package, emitted.reference.class_name), probe, 0, torch.float32)
+    model.load_state_dict(reference.state_dict(), strict=True)
+    return reference, model, package
+
+
+def inputs_of(probe: Probe) -> dict[str, Any]:
+    return build_inputs(probe, 0)
+
+
+def loss_of(output: Tensor) -> Tensor:
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(7))
+    return (output * weights).sum()
+
+
+def gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
+    """The largest relative L2 difference, with small norms counted as 1e-5 of the largest (DESIGN 10)."""
+    assert ours.keys() == theirs.keys()
+    floor = 1e-5 * max(float(g.norm()) for g in theirs.values())
+    return max(float((ours[n].double() - g.double()).norm()) / max(float(g.norm()), floor) for n, g in theirs.items())

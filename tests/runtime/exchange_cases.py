@@ -1,0 +1,168 @@
+"""Attention through the runtime against plain attention, on the workers."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cpgen.runtime.attention import attention_site
+from cpgen.runtime.binding import ATTRIBUTE, Binding
+from cpgen.runtime.region import Region
+
+_latest: list[tuple[object, Binding]] = []  # the world's group, and the binding over it
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Streams with their lengths, in the order of the source; sizes of the attention call."""
+
+    streams: tuple[tuple[str, int], ...]
+    batch: int
+    heads: int
+    kv_heads: int
+    channels: int
+    layout: str
+    strategy: str
+    mask: str  # none, keys, rows, heads
+    additive: bool
+
+
+def binding() -> Binding:
+    """A binding over the whole world, kept for as long as its group lives: names of groups come again."""
+    world = dist.group.WORLD
+    if not _latest or _latest[0][0] is not world:
+        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
+        group = mesh.get_group().group_name
+        _latest[:] = [(world, Binding("Model", group, dist.get_world_size(), dist.get_rank(), (), ()))]
+    return _latest[0][1]
+
+
+def attention_errors(shape: Shape) -> tuple[float, float]:
+    """max|output - plain| and the largest max|gradient - plain| over queries, keys and values, in float64."""
+    b = binding()
+    module = torch.nn.Identity()
+    setattr(module, ATTRIBUTE, b)
+    region = b.region = Region(b)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*size: int) -> Tensor:
+        return torch.randn(*size, generator=generator, dtype=torch.float64)
+
+    counts = (shape.heads, shape.kv_heads, shape.kv_heads)
+    whole = {s: [random(shape.batch, n, h, shape.channels).requires_grad_() for h in counts] for s, n in shape.streams}
+    leaves = [tensor for tensors in whole.values() for tensor in tensors]
+    total = sum(n for _, n in shape.streams)
+    mask = _mask(shape, total, generator)
+    weights = random(shape.batch, total, shape.heads, shape.channels)
+
+    joined = [torch.cat([whole[s][i] for s, _ in shape.streams], dim=1) for i in range(3)]
+    plain = _attend(*(x.transpose(1, 2) for x in joined), mask).transpose(1, 2)
+    plain_gradients = torch.autograd.grad((plain * weights).sum(), leaves)
+
+    local = {s: [region.shard(x, s, dim=1, ndim=4, stream=s) for x in tensors] for s, tensors in whole.items()}
+    query, key, value = (torch.cat([local[s][i] for s, _ in shape.streams], dim=1) for i in range(3))
+    if shape.layout == "BHSD":
+        query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+    site = attention_site(module, *(s for s, _ in shape.streams), layout=shape.layout)
+    if shape.strategy == "ulysses":
+        query, key, value = site.seq_to_heads(query, key, value)
+        mask = site.mask_heads(mask)
+    else:
+        key, value = site.gather_kv(query, key, value)
+        mask = site.mask_rows(mask)
+    if shape.layout == "BSHD":
+        out = _attend(*(x.transpose(1, 2) for x in (query, key, value)), mask).transpose(1, 2)
+    else:
+        out = _attend(query, key, value, mask)
+    if shape.strategy == "ulysses":
+        out = site.heads_to_seq(out)
+    if shape.layout == "BHSD":
+        out = out.transpose(1, 2)
+    parts = out.split([local[s][0].shape[1] for s, _ in shape.streams], dim=1)
+    gathered = [
+        region.gather(part, s, dim=1, ndim=4, stream=s) for part, (s, _) in zip(parts, shape.streams, strict=True)
+    ]
+    result = torch.cat(gathered, dim=1)
+    ours = list(torch.autograd.grad((result * weights).sum(), leaves))
+    for gradient in ours:
+        dist.all_reduce(gradient)
+    difference = max(
+        float((g / b.degree - p).abs().max()) for g, p in zip(ours, plain_gradients, strict=True)
+    )
+    return float((result - plain).detach().abs().max()), difference
+
+
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
+
+
+def _mask(shape: Shape, total: int, generator: torch.Generator) -> Tensor | None:
+    sizes = {
+        "keys": (shape.batch, 1, 1, total),
+        "rows": (shape.batch, 1, total, total),
+        "heads": (shape.batch, shape.heads, total, total),
+    }
+    if shape.mask == "none":
+        return None
+    keep = torch.rand(*sizes[shape.mask], generator=generator) < 0.6
+    keep[..., 0] = True
+    if not shape.additive:
+        return keep
+    return torch.where(keep, torch.randn(keep.shape, generator=generator, dtype=torch.float64), float("-inf"))
+
+
+class Traffic(TorchDispatchMode):
+    """Counts collectives, and the bytes that this rank sends to others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: dict[str, int] = {}
+        self.sent = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        namespace, name = func.namespace, func._schema.name.rpartition("::")[2]
+        if namespace == "_c10d_functional" and name != "wait_tensor":
+            self.calls[name] = self.calls.get(name, 0) + 1
+            world, rank = dist.get_world_size(), dist.get_rank()
+            size = args[0].element_size()
+            if name == "all_to_all_single":
+                send = args[2]
+                self.sent += (sum(send) - send[rank]) * size
+            elif name == "all_gather_into_tensor":
+                self.sent += args[0].numel() * (world - 1) * size
+            elif name == "reduce_scatter_tensor":
+                self.sent += args[0].numel() * (world - 1) // world * size
+            else:
+                raise AssertionError(f"an unexpected collective: {name}")
+        return func(*args, **(kwargs or {}))
+
+
+def gather_within_errors() -> tuple[float, float]:
+    """A mean over all tokens in mid-network: gather_within, the operation, and cut again."""
+    b = binding()
+    region = b.region = Region(b)
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(2, 7, 3, generator=generator, dtype=torch.float64).requires_grad_()
+    scale = torch.randn(3, generator=generator, dtype=torch.float64).requires_grad_()
+    weights = torch.randn(2, 7, 3, generator=generator, dtype=torch.float64)
+
+    def mix(tokens: Tensor) -> Tensor:
+        return tokens * tokens.mean(dim=1, keepdim=True).sigmoid() * scale
+
+    plain = mix(x * scale)
+    theirs = torch.autograd.grad((plain * weights).sum(), [x, scale])
+    part = region.shard(x, "x", dim=1, ndim=3, stream="latent") * scale
+    whole = region.gather_within(part, "x", dim=1, ndim=3, stream="latent")
+    part = region.shard(mix(whole), "x", dim=1, ndim=3, stream="latent")
+    out = region.gather(part, "x", dim=1, ndim=3, stream="latent")
+    ours = list(torch.autograd.grad((out * weights).sum(), [x, scale]))
+    for gradient in ours:
+        dist.all_reduce(gradient)
+    difference = max(float((g / b.degree - p).abs().max()) for g, p in zip(ours, theirs, strict=True))
+    return float((out - plain).detach().abs().max()), difference

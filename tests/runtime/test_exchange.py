@@ -1,0 +1,81 @@
+"""The exchange around attention is exact: forward and gradients, any lengths, heads, masks and layouts."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from cpgen.runtime.parts import head_parts, part_sizes
+from cpgen.verify.pool import WorkerPool
+
+from .exchange_cases import Shape, attention_errors, gather_within_errors
+
+EXACT = 1e-12  # float64
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> tuple[int, Shape]:
+    degree = draw(st.integers(2, 4))
+    kv_heads = draw(st.integers(1, 4))
+    heads = kv_heads * draw(st.integers(1, 3))
+    strategy = draw(st.sampled_from(["ulysses", "allgather"]))
+    if strategy == "ulysses" and heads < degree:
+        heads = kv_heads * degree
+    lengths = draw(st.lists(st.integers(degree, 13), min_size=1, max_size=3))
+    return degree, Shape(
+        streams=tuple((f"stream{i}", length) for i, length in enumerate(lengths)),
+        batch=draw(st.integers(1, 2)),
+        heads=heads,
+        kv_heads=kv_heads,
+        channels=draw(st.sampled_from([2, 4])),
+        layout=draw(st.sampled_from(["BSHD", "BHSD"])),
+        strategy=strategy,
+        mask=draw(st.sampled_from(["none", "keys", "rows", "heads"])),
+        additive=draw(st.booleans()),
+    )
+
+
+@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=shapes())
+def test_attention_is_that_of_one_process(pool: WorkerPool, case: tuple[int, Shape]) -> None:
+    degree, shape = case
+    for forward, backward in pool.run(attention_errors, shape, world_size=degree):
+        assert forward <= EXACT
+        assert backward <= EXACT
+
+
+@pytest.mark.parametrize("degree", [2, 3, 4])
+def test_gather_in_mid_network(pool: WorkerPool, degree: int) -> None:
+    for forward, backward in pool.run(gather_within_errors, world_size=degree):
+        assert forward <= EXACT
+        assert backward <= EXACT
+
+
+@given(length=st.integers(0, 1000), degree=st.integers(1, 64))
+def test_parts_cover_the_length_evenly(length: int, degree: int) -> None:
+    sizes = part_sizes(length, degree)
+    assert sum(sizes) == length
+    assert max(sizes) - min(sizes) <= 1
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@given(kv_heads=st.integers(1, 12), group=st.integers(1, 8), degree=st.integers(1, 16))
+def test_every_query_head_reads_its_own_key_head(kv_heads: int, group: int, degree: int) -> None:
+    heads = kv_heads * group
+    parts = head_parts(heads, kv_heads, degree)
+    assert sum(part.query_size for part in parts) == heads
+    for part in parts:
+        for i in range(part.query_size):
+            wanted = (part.query_start + i) // group
+            if part.kv_index is not None:
+                found = part.kv_index[i]
+            else:
+                found = i // (part.query_size // part.kv_size)
+            assert part.kv_start + found == wanted
+            assert 0 <= found < part.kv_size
+
+
+def test_key_heads_that_do_not_divide_are_refused() -> None:
+    with pytest.raises(ValueError, match="6 query heads cannot share 4"):
+        head_parts(6, 4, 2)
