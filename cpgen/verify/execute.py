@@ -87,7 +87,9 @@ def _run_modes(case: Case, modes: tuple[str, ...], dtype: torch.dtype) -> list[_
         with _failing_as_case_error(mode):
             model = build_model(model_class, case.probe, case.seed, dtype)
             model.load_state_dict(expected.state, strict=True)
-            if mode in (FSDP, DDP) and getattr(model_class, "_supports_gradient_checkpointing", False):
+            # In float64 without checkpointing: AsFloat64 is off in backward, where that runs forward again.
+            checkpoint = mode in (FSDP, DDP) and dtype == torch.float32
+            if checkpoint and getattr(model_class, "_supports_gradient_checkpointing", False):
                 model.enable_gradient_checkpointing()  # type: ignore[operator]
             if mode != UNBOUND:
                 mesh = package.build_mesh("cpu") if mesh is None else mesh
@@ -108,7 +110,7 @@ def _run_reference(case: Case, dtype: torch.dtype) -> _Expected:
         weights = [_loss_weights(out, index) for index, out in enumerate(outputs.values())]
         _backward(list(outputs.values()), weights)
     except Exception as error:
-        raise ProbeError(f"the reference fails on it: {type(error).__name__}: {error}") from error
+        raise ProbeError(f"the reference fails on it: {_brief(error)}") from error
     gradients = Gradients(_parameter_gradients(model), _input_gradients(inputs))
     for name, tensor in [*outputs.items(), *gradients.parameters.items(), *gradients.inputs.items()]:
         if not torch.isfinite(tensor).all():
@@ -192,7 +194,7 @@ def _backward(outputs: list[Tensor], weights: list[Tensor]) -> None:
     ]
     if not terms:
         raise ValueError("no output requires grad")
-    torch.stack(terms).sum().backward()  # type: ignore[no-untyped-call]
+    torch.autograd.backward(torch.stack(terms).sum())
 
 
 def _parameter_gradients(model: nn.Module) -> dict[str, Tensor]:
@@ -233,7 +235,15 @@ def _failing_as_case_error(phase: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CaseError(f"{phase}: {type(error).__name__}: {error}") from error
+        raise CaseError(f"{phase}: {_brief(error)}") from error
+
+
+def _brief(error: Exception) -> str:
+    """Type and message, without the pages that torch appends to some."""
+    lines = str(error).splitlines()
+    return "\n".join(
+        [f"{type(error).__name__}: {lines[0] if lines else ''}", *lines[1:6], *(["..."] if lines[6:] else [])]
+    )
 
 
 @contextmanager

@@ -13,7 +13,10 @@ _WIDER = {torch.float32: torch.float64, torch.complex64: torch.complex128}
 
 
 class AsFloat64(TorchFunctionMode):
-    """Within it, whatever asks torch for float32 gets float64: `x.float()`, `x.to(torch.float32)`, `dtype=...`."""
+    """Within it, whatever asks torch for float32 gets float64: `x.float()`, `x.to(torch.float32)`, `dtype=...`.
+
+    Not in backward: torch turns a mode off for as long as one of its functions runs.
+    """
 
     def __torch_function__(
         self,

@@ -63,7 +63,9 @@ def render(results: Sequence[Result], console: Console) -> None:
     for result in failures:
         console.print(Text(describe_failure(result)), soft_wrap=True)
     counted = f"{len(results) - len(failures)} of {len(results)} passed"
-    console.print(f"{counted} (tolerance {TOLERANCE:g}, {sum(result.seconds for result in results):.1f} s)")
+    wide = sum(result.gradient_dtype == "float64" for result in results)
+    rounding = f"{wide} times rounding was told from error in float64, " if wide else ""
+    console.print(f"{counted} (tolerance {TOLERANCE:g}, {rounding}{sum(result.seconds for result in results):.1f} s)")
 
 
 def describe_failure(result: Result) -> str:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 
 @dataclass
@@ -49,12 +50,18 @@ class Block(nn.Module):
 
 
 class MaskedTransformer(nn.Module):
+    _supports_gradient_checkpointing = True
+
     def __init__(self, channels: int = 4, width: int = 32, heads: int = 4, layers: int = 2) -> None:
         super().__init__()
         self.proj_in = nn.Linear(channels, width)
         self.text_in = nn.Linear(channels, width)
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.proj_out = nn.Linear(width, channels)
+        self.gradient_checkpointing = False
+
+    def enable_gradient_checkpointing(self):
+        self.gradient_checkpointing = True
 
     def forward(self, hidden_states, text, text_mask, return_dict=True):
         ones = text_mask.new_ones(text_mask.shape[0], hidden_states.shape[1])
@@ -62,7 +69,10 @@ class MaskedTransformer(nn.Module):
         hidden_states = self.proj_in(hidden_states)
         text = self.text_in(text)
         for block in self.blocks:
-            hidden_states, text = block(hidden_states, text, mask)
+            if self.gradient_checkpointing:
+                hidden_states, text = checkpoint(block, hidden_states, text, mask, use_reentrant=False)
+            else:
+                hidden_states, text = block(hidden_states, text, mask)
         hidden_states = self.proj_out(hidden_states)
         if not return_dict:
             return hidden_states, text

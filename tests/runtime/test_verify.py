@@ -360,6 +360,8 @@ def test_table_shows_every_result_and_failures_in_full() -> None:
     assert "\x1b" not in text
     assert "FAILED AModel (a), probe 'odd', cp 2, ulysses\n    rank 0: none: x\n    fsdp: y\n" in text
     assert "1 of 2 passed (tolerance 1e-05, 1.0 s)" in text
+    report.render([replace(GOOD, gradient_dtype="float64")], Console(file=stream, width=120))
+    assert "1 times rounding was told from error in float64" in stream.getvalue()
 
 
 def test_progress_is_for_terminals_only() -> None:

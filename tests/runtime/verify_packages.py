@@ -96,7 +96,8 @@ MASKED_PROBE = Probe(
     },
 )
 MASKED_EDITS: Edits = (
-    ("import nn\n", f"import nn\n\n{RUNTIME}"),
+    ("import checkpoint\n", f"import checkpoint\n\n{RUNTIME}"),
+    ("checkpoint(block,", "checkpoint(cp.pin(block),"),
     (
         "        for block in self.blocks:\n",
         f"        cp = begin_region(self)\n        {SHARD_HIDDEN}"
