@@ -92,9 +92,7 @@ def attention_errors(shape: Shape) -> tuple[float, float]:
     ours = list(torch.autograd.grad((result * weights).sum(), leaves))
     for gradient in ours:
         dist.all_reduce(gradient)
-    difference = max(
-        float((g / b.degree - p).abs().max()) for g, p in zip(ours, plain_gradients, strict=True)
-    )
+    difference = max(float((g / b.degree - p).abs().max()) for g, p in zip(ours, plain_gradients, strict=True))
     return float((result - plain).detach().abs().max()), difference
 
 

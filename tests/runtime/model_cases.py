@@ -1,0 +1,175 @@
+"""Emitted models on the workers: traffic, recomputation, compilation, and what must be refused."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+from cpgen.plan import Probe
+
+from .emitted import Emitted, gradients, inputs_of, loss_of, reference_and_model, worst
+from .exchange_cases import Traffic
+
+
+def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
+    output: Tensor = model(**inputs, return_dict=False)[0]
+    return output
+
+
+def bound(emitted: Emitted, probe: Probe) -> tuple[nn.Module, nn.Module]:
+    reference, model, package = reference_and_model(emitted, probe)
+    return reference, package.parallelize(model, package.build_mesh("cpu"), data_parallel="none")
+
+
+def averaged(found: dict[str, Tensor]) -> dict[str, Tensor]:
+    for gradient in found.values():
+        dist.all_reduce(gradient)
+    return {name: gradient / dist.get_world_size() for name, gradient in found.items()}
+
+
+def traffic(emitted: Emitted, probe: Probe) -> tuple[dict[str, int], int, dict[str, int], int]:
+    """Collectives and bytes sent, in forward and in backward."""
+    _, model = bound(emitted, probe)
+    inputs = inputs_of(probe)
+    with Traffic() as forward:
+        loss = loss_of(run(model, inputs))
+    with Traffic() as backward:
+        loss.backward()
+    return forward.calls, forward.sent, backward.calls, backward.sent
+
+
+def interleaved(emitted: Emitted, probes: tuple[Probe, Probe], how: str) -> float:
+    """Two forwards of different lengths, then both backwards, the first one's first: each must see its own lengths.
+
+    `how`: "model" uses the model's own gradient checkpointing, "outside" wraps its blocks.
+    """
+    reference, model = bound(emitted, probes[0])
+    if how == "model":
+        model.enable_gradient_checkpointing()  # type: ignore[operator]
+    else:
+        for name in ("joint_blocks", "blocks"):
+            blocks = getattr(model, name)
+            for i, block in enumerate(blocks):
+                blocks[i] = checkpoint_wrapper(block)
+    error = 0.0
+    losses = [loss_of(run(model, inputs_of(probe))) for probe in probes]
+    for probe, loss in zip(probes, losses, strict=True):
+        model.zero_grad()
+        reference.zero_grad()
+        loss.backward()
+        loss_of(run(reference, inputs_of(probe))).backward()
+        found = {name.replace("_checkpoint_wrapped_module.", ""): g for name, g in gradients(model).items()}
+        error = max(error, worst(averaged(found), gradients(reference)))
+    return error
+
+
+def refused_processor(emitted: Emitted, probe: Probe, when: str) -> str:
+    """The message for a processor without context-parallel calls, set before or after parallelize."""
+
+    class Foreign:
+        def __call__(self, attn: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            raise AssertionError("it ran")
+
+    _, model, package = reference_and_model(emitted, probe)
+    attention = model.blocks[0].attn1
+    try:
+        if when == "before":
+            attention.set_processor(Foreign())
+        model = package.parallelize(model, package.build_mesh("cpu"), data_parallel="none")
+        if when == "after":
+            attention.set_processor(Foreign())
+        run(model, inputs_of(probe))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def replaced_module(emitted: Emitted, probe: Probe) -> str:
+    _, model = bound(emitted, probe)
+    block = model.blocks[0]
+    block.attn1 = type(block.attn1)(32, 4, block.attn1.processor)
+    try:
+        run(model, inputs_of(probe))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def copied(emitted: Emitted, probe: Probe) -> float:
+    """A deep copy of a bound model, as for a moving average, computes the same."""
+    reference, model = bound(emitted, probe)
+    twin = copy.deepcopy(model)
+    first, second = run(model, inputs_of(probe)), run(twin, inputs_of(probe))
+    assert torch.equal(first, second)
+    return float((first - run(reference, inputs_of(probe))).detach().abs().max())
+
+
+def message_for(emitted: Emitted, probe: Probe, changes: dict[str, Any]) -> str:
+    """The error that inputs with `changes` (argument -> shape, or None) give."""
+    _, model = bound(emitted, probe)
+    inputs = inputs_of(probe)
+    for name, shape in changes.items():
+        inputs[name] = None if shape is None else torch.ones(*shape, dtype=inputs[name].dtype)
+    try:
+        run(model, inputs)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def compiled(emitted: Emitted, probe: Probe, backend: str, sizes: tuple[Probe, ...] = ()) -> tuple[float, float, int]:
+    """Compile the whole bound model as one graph; returns output and gradient errors, and graphs per call."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    warnings.simplefilter("ignore")
+    reference, model = bound(emitted, probe)
+    counter = dynamo.testing.CompileCounterWithBackend(backend)
+    whole = torch.compile(model, fullgraph=True, backend=counter)
+    forward = backward = 0.0
+    for each in (probe, *sizes):
+        reference.zero_grad()
+        model.zero_grad()
+        ours, theirs = run(whole, inputs_of(each)), run(reference, inputs_of(each))
+        loss_of(ours).backward()
+        loss_of(theirs).backward()
+        forward = max(forward, float((ours - theirs).detach().abs().max() / theirs.detach().abs().max()))
+        backward = max(backward, worst(averaged(gradients(model)), gradients(reference)))
+    return forward, backward, counter.frame_count
+
+
+def with_lora(emitted: Emitted, probe: Probe) -> float:
+    """LoRA adapters through peft: gradients of adapters as in the reference with the same adapters."""
+    from peft import LoraConfig
+
+    reference, model, package = reference_and_model(emitted, probe)
+    config = LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v"], init_lora_weights=False)
+    for each in (reference, model):
+        torch.manual_seed(1)
+        each.add_adapter(config)  # type: ignore[operator]
+    model = package.parallelize(model, package.build_mesh("cpu"), data_parallel="none")
+    for each in (reference, model):
+        loss_of(run(each, inputs_of(probe))).backward()
+    ours, theirs = averaged(gradients(model)), gradients(reference)
+    assert any("lora_A" in name for name in ours)
+    return worst(ours, theirs)
+
+
+def mixed_precision(emitted: Emitted, probe: Probe) -> float:
+    """Under bfloat16 the output stays near float32's: the exchange carries any dtype."""
+    reference, model = bound(emitted, probe)
+    model.to(torch.bfloat16)
+    inputs = {
+        name: value.detach().to(torch.bfloat16) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
+        for name, value in inputs_of(probe).items()
+    }
+    ours = run(model, inputs)
+    assert ours.dtype == torch.bfloat16
+    theirs = run(reference, inputs_of(probe))
+    return float((ours.float() - theirs).detach().abs().max() / theirs.detach().abs().max())

@@ -1,0 +1,183 @@
+"""Emitted models under context parallelism: what they send, recompute, refuse and compile."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpgen.plan import Probe
+from cpgen.verify.pool import WorkerPool
+
+from .emitted import TINY, Emitted, emit
+from .model_cases import (
+    compiled,
+    copied,
+    interleaved,
+    message_for,
+    mixed_precision,
+    refused_processor,
+    replaced_module,
+    traffic,
+    with_lora,
+)
+
+WAN, FLUX = "WanTransformer3DModel", "FluxTransformer2DModel"
+TOLERANCE = 1e-5
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Emitted:
+    return emit(tmp_path_factory.mktemp("tiny"), TINY, 2)
+
+
+def sized(probe: Probe, **shapes: tuple[int, ...]) -> Probe:
+    """`probe` with other shapes for some of its inputs."""
+    inputs = {
+        name: spec | {"shape": list(shapes[name])} if name in shapes else spec for name, spec in probe.inputs.items()
+    }
+    return replace(probe, inputs=inputs)
+
+
+# Traffic, against the table of the design. Even lengths, so that nothing is padded; N = B * S * H * D * itemsize.
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather"])
+def test_wan_sends_what_the_table_says(tmp_path: Path, pool: WorkerPool, cp: int, strategy: str) -> None:
+    emitted = emit(tmp_path, WAN, cp, strategy)
+    probe = sized(emitted.probe("text-to-video"), hidden_states=(2, 4, 2, 4, 8))  # 16 tokens
+    layers, n = 2, 2 * 16 * 4 * 12 * 4
+    exit_bytes = 2 * 16 * 16 // cp * 4 * (cp - 1)  # the output: 4 channels of 1 x 2 x 2 patches
+    for forward, sent, backward, sent_back in pool.run(traffic, emitted, probe, world_size=cp):
+        if strategy == "ulysses":
+            attention = layers * 4 * n * (cp - 1) // cp**2
+            assert forward == {"all_to_all_single": 2 * layers, "all_gather_into_tensor": 1}
+            assert backward == {"all_to_all_single": 2 * layers}
+        else:
+            attention = layers * 2 * n * (cp - 1) // cp
+            assert forward == {"all_gather_into_tensor": layers + 1}
+            assert backward == {"reduce_scatter_tensor": layers}
+        # Cross-attention on whole text, and the region's entry, send nothing.
+        assert sent == attention + exit_bytes
+        assert sent_back == attention
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather"])
+def test_joint_attention_costs_as_much_as_self_attention(tmp_path: Path, pool: WorkerPool, strategy: str) -> None:
+    emitted = emit(tmp_path, FLUX, 2, strategy)
+    probe = emitted.probe("guidance-and-controlnet")  # 16 + 8 tokens, 2 double and 2 single blocks
+    layers, n = 4, 1 * 24 * 4 * 16 * 4
+    exit_bytes = 8 * 8 * 4
+    for forward, sent, _, _ in pool.run(traffic, emitted, probe, world_size=2):
+        if strategy == "ulysses":
+            assert forward == {"all_to_all_single": 2 * layers, "all_gather_into_tensor": 1}
+            assert sent == layers * 4 * n // 4 + exit_bytes
+        else:
+            assert forward == {"all_gather_into_tensor": layers + 1}
+            assert sent == layers * 2 * n // 2 + exit_bytes
+
+
+# Recomputation
+
+
+def lengths(tiny: Emitted, *sizes: tuple[int, int]) -> tuple[Probe, ...]:
+    return tuple(sized(tiny.probe("masked-text"), hidden_states=(2, 4, h, w)) for h, w in sizes)
+
+
+def test_recomputation_after_another_forward_sees_its_own_lengths(tiny: Emitted, pool: WorkerPool) -> None:
+    # 35 and 36 tokens: on rank 0 both are 18, so the local length cannot tell them apart.
+    for error in pool.run(interleaved, tiny, lengths(tiny, (5, 7), (6, 6)), "model", world_size=2):
+        assert error <= TOLERANCE
+
+
+def test_checkpointing_from_outside_is_exact_where_lengths_differ(tiny: Emitted, pool: WorkerPool) -> None:
+    for error in pool.run(interleaved, tiny, lengths(tiny, (5, 7), (4, 4)), "outside", world_size=2):
+        assert error <= TOLERANCE
+
+
+def test_checkpointing_from_outside_is_refused_where_it_would_be_ambiguous(tiny: Emitted, pool: WorkerPool) -> None:
+    with pytest.raises(Exception, match="recomputes a block with 22 local tokens, which fits 2") as caught:
+        pool.run(interleaved, tiny, lengths(tiny, (5, 7), (6, 6)), "outside", world_size=2)
+    assert "enable_gradient_checkpointing" in str(caught.value)
+
+
+# What must be refused
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_processor_without_context_parallel_calls_is_refused(tiny: Emitted, pool: WorkerPool, when: str) -> None:
+    for message in pool.run(refused_processor, tiny, tiny.probe(), when, world_size=2):
+        assert "Foreign" in message
+        assert "TinyAttnProcessor, TinyJointAttnProcessor" in message
+
+
+def test_an_attention_module_put_in_later_is_refused(tiny: Emitted, pool: WorkerPool) -> None:
+    for message in pool.run(replaced_module, tiny, tiny.probe(), world_size=2):
+        assert "'attn1' was replaced after parallelize" in message
+
+
+@pytest.mark.parametrize(
+    ("changes", "expected"),
+    [
+        ({"hidden_states": (2, 4, 1, 1)}, ["'hidden_states'", "'latent' has 1 tokens on dim 1", "degree 2"]),
+        ({"encoder_hidden_states": (2, 1, 16), "encoder_attention_mask": (2, 1)}, ["'text' has 1 tokens"]),
+        ({"encoder_attention_mask": (2, 5)}, ["attention mask has shape (2, 1, 1, 40)", "42 queries and 42 keys"]),
+    ],
+)
+def test_bad_inputs_name_stream_dim_sizes_and_entry(
+    tiny: Emitted, pool: WorkerPool, changes: dict[str, tuple[int, ...]], expected: list[str]
+) -> None:
+    for message in pool.run(message_for, tiny, tiny.probe("masked-text"), changes, world_size=2):
+        assert message.startswith("TinyTransformer2DModel: ")
+        for part in expected:
+            assert part in message
+
+
+def test_wan_timesteps_that_are_not_one_a_token_are_refused(tmp_path: Path, pool: WorkerPool) -> None:
+    emitted = emit(tmp_path, WAN, 2)
+    probe = emitted.probe("timestep-per-token")
+    for message in pool.run(message_for, emitted, probe, {"timestep": (2, 9)}, world_size=2):
+        assert "plan entry 'timestep_proj' has 9 tokens on dim 1, but stream 'latent' has 18" in message
+
+
+# What must keep working
+
+
+def test_a_copy_of_a_bound_model_computes_the_same(tiny: Emitted, pool: WorkerPool) -> None:
+    for difference in pool.run(copied, tiny, tiny.probe(), world_size=2):
+        assert difference < 1e-5
+
+
+def test_lora_adapters_train(tiny: Emitted, pool: WorkerPool) -> None:
+    for error in pool.run(with_lora, tiny, tiny.probe(), world_size=2):
+        assert error <= TOLERANCE
+
+
+def test_bfloat16(tiny: Emitted, pool: WorkerPool) -> None:
+    for error in pool.run(mixed_precision, tiny, tiny.probe(), world_size=2):
+        assert error < 0.05
+
+
+# Compilation
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather"])
+def test_a_second_size_compiles_to_one_graph_too(tmp_path: Path, pool: WorkerPool, strategy: str) -> None:
+    emitted = emit(tmp_path, TINY, 2, strategy)
+    sizes = tuple(sized(emitted.probe(), hidden_states=(2, 4, h, w)) for h, w in ((4, 6), (3, 9)))
+    for forward, backward, graphs in pool.run(compiled, emitted, emitted.probe(), "aot_eager", sizes, world_size=2):
+        assert forward <= TOLERANCE
+        assert backward <= TOLERANCE
+        assert graphs <= 3  # one for each size, or fewer once sizes are dynamic
+
+
+def test_inductor(tmp_path: Path, pool: WorkerPool) -> None:
+    emitted = emit(tmp_path, TINY, 2)
+    for forward, backward, graphs in pool.run(
+        compiled, emitted, emitted.probe("one-block-each"), "inductor", world_size=2
+    ):
+        assert forward <= TOLERANCE
+        assert backward <= TOLERANCE
+        assert graphs == 1
