@@ -20,7 +20,7 @@ from cpgen.conditions import ConditionError, parse_condition
         ("1 < ndim <= 4", "1 < temb.ndim <= 4", {"temb"}),
         ("x is None", "x is None", {"x"}),
         ("not (x is not None or y == z)", "not (x is not None or y == z)", {"x", "y", "z"}),
-        ("  ndim==4  ", "temb.ndim == 4", {"temb"}),
+        ("ndim==4", "temb.ndim == 4", {"temb"}),
     ],
 )
 def test_allowed(text: str, source: str, names: set[str]) -> None:
