@@ -55,8 +55,12 @@ def parse_yaml(text: str, name: str) -> YamlDocument:
 
     if len(text.encode()) > _MAX_BYTES:
         raise fail("CP101", f"{name} is larger than {_MAX_BYTES:,} bytes: not a plan")
+    depth = 0
     try:
         for event in yaml.parse(text, Loader=yaml.SafeLoader):
+            depth += isinstance(event, yaml.CollectionStartEvent) - isinstance(event, yaml.CollectionEndEvent)
+            if depth > _MAX_DEPTH:
+                raise fail("CP101", "nested too deeply", place(event.start_mark))
             if isinstance(event, yaml.AliasEvent) or getattr(event, "anchor", None):
                 raise fail("CP101", "YAML anchors and aliases are not allowed in a plan", place(_mark(event)))
         root = yaml.compose(text, Loader=yaml.SafeLoader)
@@ -66,8 +70,6 @@ def parse_yaml(text: str, name: str) -> YamlDocument:
         raise fail("CP101", f"broken YAML: {reason}", place(mark) if mark else None) from None
     except yaml.YAMLError as error:
         raise fail("CP101", f"broken YAML in {name}: {error}") from None
-    except RecursionError:
-        raise fail("CP101", f"{name} is nested too deeply") from None
     document = YamlDocument(name, None)
     findings: list[Finding] = []
     if root is not None:
@@ -83,8 +85,6 @@ def _mark(event: yaml.Event) -> Any:
 
 def _build(node: yaml.Node, path: Path, document: YamlDocument, findings: list[Finding], place: Any) -> Any:
     document._values[path] = place(node.start_mark, node.end_mark)
-    if len(path) > _MAX_DEPTH:
-        raise fail("CP101", "nested too deeply", document.at(path))
     tag = node.tag.removeprefix(_TAGS)
     if tag not in _KINDS[type(node)]:
         findings.append(Finding("CP101", f"a {tag} value is not allowed in a plan", document.at(path)))
