@@ -1,0 +1,197 @@
+"""From YAML to a plan: what it becomes, and every finding with its place."""
+
+from __future__ import annotations
+
+import pytest
+
+from cpgen import resources
+from cpgen.diagnostics import CpgenError, Finding
+from cpgen.plan import AttentionFunction, Gather, Prefix, Shard, Site, Whole
+from cpgen.plan_loader import is_name, load_plan
+from tests.unit.projects import plan_text
+
+FULL = """\
+model: Model
+diffusers: ">=0.42,<0.43"
+heads: num_heads
+blocks: [blocks, more]
+streams: [text, latent]
+region:
+  begin: {before: blocks}
+  shard:
+    hidden: {dim: 1, ndim: 3, stream: latent, when: ndim == 3, after: proj_in}
+    rope['a.b'][-1][*]: {dim: 0, ndim: 2, stream: [text, latent], optional: true, before: more}
+  prefix: {frames: latent}
+  gather:
+    out[0]: {after: proj_out, dim: 1, ndim: 3, stream: latent}
+attention:
+  One:
+    - {call: 0, kind: cross}
+    - {call: 1, kind: self, stream: latent, when: x is None, otherwise: text, layout: BHSD}
+  Two:
+    sites: [{call: 0, kind: cross, stream: latent, kv: [text]}]
+    whole:
+      - {variables: {n: latent, m: [text, latent]}, before: mask, until: mask}
+      - {variables: {k: text}, after: k}
+outside: [Refiner]
+probes:
+  - name: a-1.b
+    config: {heads: 4, nested: {x: [1, null]}}
+    inputs: {hidden: {shape: [1, 2]}}
+    before: [fuse]
+"""
+
+
+def findings(text: str) -> list[Finding]:
+    with pytest.raises(CpgenError) as error:
+        load_plan(text, "made.yaml")
+    assert error.value.exit_code == 2
+    return list(error.value.findings)
+
+
+def test_everything_a_plan_can_say() -> None:
+    plan = load_plan(FULL, "plans/made.yaml")
+    assert (plan.model, plan.diffusers, plan.heads, plan.begin) == ("Model", ">=0.42,<0.43", "num_heads", "blocks")
+    assert (plan.blocks, plan.streams, plan.outside) == (("blocks", "more"), ("text", "latent"), ("Refiner",))
+    places = [shard.location.line for shard in plan.shards if shard.location]
+    assert places == [9, 10]
+    assert [vars(shard) | {"location": None} for shard in plan.shards] == [
+        vars(Shard("hidden", (), 1, 3, ("latent",), when="hidden.ndim == 3", after="proj_in")),
+        vars(Shard("rope", ("a.b", -1, "*"), 0, 2, ("text", "latent"), optional=True, before="more")),
+    ]
+    assert [vars(p) | {"location": None} for p in plan.prefixes] == [vars(Prefix("frames", "latent"))]
+    assert [vars(g) | {"location": None} for g in plan.gathers] == [
+        vars(Gather("out", (0,), 1, 3, "latent", "proj_out")),
+    ]
+    one, two = plan.attention
+    assert isinstance(one, AttentionFunction) and (one.owner, two.owner, one.whole) == ("One", "Two", ())
+    assert [vars(site) | {"location": None} for site in (*one.sites, *two.sites)] == [
+        vars(Site(0, "cross")),
+        vars(Site(1, "self", ("latent",), when="x is None", otherwise=("text",), layout="BHSD")),
+        vars(Site(0, "cross", ("latent",), kv=("text",))),
+    ]
+    assert [vars(whole) | {"location": None} for whole in two.whole] == [
+        vars(Whole((("n", ("latent",)), ("m", ("text", "latent"))), None, "mask", "mask")),
+        vars(Whole((("k", ("text",)),), "k", None, None)),
+    ]
+    (probe,) = plan.probes
+    assert (probe.name, probe.before, probe.config["nested"]) == ("a-1.b", ("fuse",), {"x": [1, None]})
+    assert plan.name == "plans/made.yaml" and len(plan.sha256) == 64
+
+
+@pytest.mark.parametrize("path", sorted(resources.folder("plans").glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_plans_load(path) -> None:  # type: ignore[no-untyped-def]
+    plan = load_plan(path.read_text("utf-8"), path.name)
+    assert plan.diffusers and plan.heads and len(plan.probes) >= 3
+    assert resources.shipped_plans()[plan.model] == path
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "message", "line", "column"),
+    [
+        ("model: Model", "model: 3", "CP105", "3 is not a name", 1, 8),
+        ("model: Model", "modl: Model", "CP103", "unknown key 'modl'", 1, 1),
+        ("model: Model\n", "", "CP107", "missing key 'model'", 1, 1),
+        ('">=0.42,<0.43"', "newest", "CP105", "'newest' is not a version range", 2, 12),
+        ('">=0.42,<0.43"', "0.42", "CP105", "0.42 is not a version range", 2, 12),
+        ("heads: num_heads", "heads: __class__", "CP105", "'__class__' is not a name", 3, 8),
+        ("[blocks, more]", "[blocks, 'a.b']", "CP105", "'a.b' is not a name", 4, 18),
+        ("[blocks, more]", "blocks", "CP105", "expected a list", 4, 9),
+        ("[text, latent]\nregion", "[text, latent, 'a\"; x']\nregion", "CP105", "is not a name", 5, 25),
+        ("[text, latent]\nregion", "[text, latent, lambda]\nregion", "CP105", "'lambda' is not a name", 5, 25),
+        ("{before: blocks}", "{after: blocks}", "CP103", "unknown key 'after'", 7, 11),
+        ("{before: blocks}", "blocks", "CP105", "expected a mapping", 7, 10),
+        ("hidden: {dim: 1", "hid den: {dim: 1", "CP105", "'hid den' is not a variable", 9, 5),
+        ("hidden: {dim: 1", "x;import os: {dim: 1", "CP105", "'x;import os' is not a variable", 9, 5),
+        ("hidden: {dim: 1", "x.y: {dim: 1", "CP105", "'x.y' is not a variable", 9, 5),
+        ("hidden: {dim: 1", "x[a]: {dim: 1", "CP105", "'x[a]' is not a variable", 9, 5),
+        ("rope['a.b']", "rope['a\"]']", "CP105", "is not a variable", 10, 5),
+        ("hidden: {dim: 1", "hidden: {dim: 3", "CP105", "dim 3 cannot be: a tensor of ndim 3 has dims 0 to 2", 9, 19),
+        ("hidden: {dim: 1", "hidden: {dim: -1", "CP105", "dim -1 cannot be", 9, 19),
+        ("hidden: {dim: 1", "hidden: {dim: true", "CP105", "True is not a valid dim (int)", 9, 19),
+        ("hidden: {dim: 1, ndim: 3", "hidden: {dim: 1, ndim: 9", "CP105", "9 is not a valid ndim", 9, 28),
+        ("hidden: {dim: 1, ndim: 3", "hidden: {dim: 1", "CP107", "missing key 'ndim'", 9, 5),
+        ("stream: latent, when: n", "stream: laten, when: n", "CP105", "unknown stream 'laten'", 9, 39),
+        ("stream: latent, when: n", "stream: [], when: n", "CP105", "an empty list of streams", 9, 39),
+        ("when: ndim == 3", "when: print(1)", "CP109", "not a condition: 'print(1)' is not allowed", 9, 53),
+        ("when: ndim == 3", "when: 3", "CP109", "not a condition: 3 is not text", 9, 53),
+        ("when: ndim == 3, ", "before: blocks, ", "CP105", "'after' and 'before' say two places", 9, 5),
+        ("after: proj_in", "after: 'x()'", "CP105", "'x()' is not a name", 9, 71),
+        ("optional: true", "optional: 1", "CP105", "1 is not a valid optional (bool)", 10, 77),
+        ("{frames: latent}", "{'a b': latent}", "CP105", "'a b' is not a variable's name", 11, 12),
+        ("{frames: latent}", "{frames: image}", "CP105", "unknown stream 'image'", 11, 20),
+        ("ndim: 3, stream: latent}\natt", "ndim: 3, stream: [text, latent]}\natt", "CP105", "one stream", 13, 56),
+        ("after: proj_out, ", "", "CP107", "missing key 'after'", 13, 5),
+        ("  One:", "  'One(': ", "CP105", "'One(' is not a class name", 15, 3),
+        ("{call: 0, kind: cross}\n    -", "{call: 1, kind: cross}\n    -", "CP105", "call 1 is described twice", 17, 7),
+        ("{call: 0, kind: cross}\n    -", "{call: -1, kind: cross}\n    -", "CP105", "-1 is not a valid call", 16, 14),
+        ("kind: self", "kind: selfish", "CP105", "'selfish' is not one of self, joint, cross, causal", 17, 23),
+        ("kind: self, stream: latent", "kind: self", "CP107", "a self site names its stream", 17, 7),
+        ("kind: self", "kind: joint", "CP105", "a joint site names its streams in the order", 17, 38),
+        ("kind: self", "kind: cross", "CP105", "takes no stream", 17, 30),
+        ("when: x is None, ", "", "CP107", "'otherwise' needs a 'when'", 17, 45),
+        ("layout: BHSD", "layout: BSDH", "CP105", "'BSDH' is not one of BSHD, BHSD", 17, 87),
+        ("stream: latent, kv", "kv", "CP107", "a cross site with kv names its stream", 19, 13),
+        ("before: mask, ", "before: mask, after: n, ", "CP107", "one of 'after' and 'before'", 21, 9),
+        ("{n: latent", "{n-1: latent", "CP105", "'n-1' is not a variable's name", 21, 22),
+        ("[Refiner]", "[Refiner, 7]", "CP105", "7 is not a name", 23, 20),
+        ("name: a-1.b", "name: '../x'", "CP105", "'../x' is not a valid name (str)", 25, 11),
+        ("name: a-1.b", "name: 7", "CP105", "7 is not a valid name (str)", 25, 11),
+        ("{shape: [1, 2]}", "{shape: [1, -2]}", "CP108", "a size is a whole number above 0", 27, 34),
+        ("before: [fuse]", "before: ['fuse()']", "CP105", "'fuse()' is not a name", 28, 14),
+        ("before: [fuse]", "after: [fuse]", "CP103", "unknown key 'after'", 28, 5),
+    ],
+)
+def test_finding_and_its_place(old: str, new: str, code: str, message: str, line: int, column: int) -> None:
+    assert FULL.count(old) == 1
+    found = findings(FULL.replace(old, new))
+    places = [
+        (finding.location.line, finding.location.column)
+        for finding in found
+        if finding.code == code and message in finding.message and finding.location
+    ]
+    assert places == [(line, column)], "\n".join(finding.render() for finding in found)
+
+
+def test_near_matches_and_known_words_are_shown() -> None:
+    (unknown, missing) = sorted(findings(FULL.replace("streams:", "steams:"))[:2], key=lambda finding: finding.code)
+    assert unknown.hint == "did you mean 'streams'?" and unknown.note and "keys here: model, blocks" in unknown.note
+    assert missing.message == "missing key 'streams'"
+    (stream,) = findings(FULL.replace("{frames: latent}", "{frames: latnt}"))
+    assert stream.hint == "did you mean 'latent'?" and stream.note == "streams of this plan: text, latent"
+
+
+def test_all_findings_are_collected_in_the_order_of_the_file() -> None:
+    text = (
+        FULL.replace("model: Model", "model: 1").replace("kind: self", "kind: x").replace("dim: 1, ndim: 3", "dim: 7")
+    )
+    found = findings(text)
+    lines = [finding.location.line for finding in found if finding.location]
+    assert len(found) == len(lines) >= 5 and lines == sorted(lines)
+
+
+@pytest.mark.parametrize("text", ["", "[]", "plan", "model: {}", "3"])
+def test_not_a_plan_at_all(text: str) -> None:
+    assert findings(text)
+
+
+def test_two_probes_of_one_name() -> None:
+    probe = FULL[FULL.index("  - name") :]
+    (found,) = findings(FULL + probe)
+    assert found.message == "two probes are called 'a-1.b'" and found.location and found.location.line == 29
+
+
+def test_helper_plan_is_a_plan() -> None:
+    assert load_plan(plan_text(), "made.yaml").streams == ("latent",)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "1a", "a b", "a-b", "class", "None", "__x", "é", "a.b", "a\n", "a()", None, 3, "match\x00"]
+)
+def test_not_names(text: object) -> None:
+    assert not is_name(text)
+
+
+@pytest.mark.parametrize("text", ["a", "_a", "A1", "match", "type"])
+def test_names(text: str) -> None:
+    assert is_name(text)
