@@ -32,8 +32,8 @@ class SourceModule:
         except SyntaxError as error:
             place = Location(self.label, error.lineno or 1, error.offset or 1, 1, (error.text or "").rstrip("\n"))
             raise fail("CP301", f"{self.label} is not valid Python: {error.msg}", place) from None
-        except (ValueError, RecursionError) as error:
-            raise fail("CP301", f"{self.label} cannot be parsed: {error}") from None
+        except (ValueError, RecursionError, MemoryError) as error:
+            raise fail("CP301", f"{self.label} cannot be parsed: {str(error) or 'nested too deeply'}") from None
 
     @cached_property
     def lines(self) -> list[str]:
