@@ -69,6 +69,29 @@ class SourceModule:
                     names[alias.asname or alias.name.partition(".")[0]] = (alias.name, None)
         return names
 
+    @cached_property
+    def bound(self) -> set[str]:
+        """Names that the module has at run time: definitions, imports and variables, also those in a condition.
+
+        What it imports for type checkers stands in annotations only.
+        """
+        inner = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
+        names: set[str] = set()
+        nodes: list[ast.AST] = [*self.tree.body]
+        while nodes:
+            node = nodes.pop()
+            if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
+                names.add(node.name)
+            elif isinstance(node, (ast.Import, ast.ImportFrom)):
+                names |= {alias.asname or alias.name.partition(".")[0] for alias in node.names}
+            elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+                names.add(node.id)
+            elif isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING"):
+                nodes += node.orelse
+            elif not isinstance(node, inner):
+                nodes += ast.iter_child_nodes(node)
+        return names
+
     def absolute(self, node: ast.ImportFrom) -> str:
         """The module that `node` imports from, without leading dots. Raises CpgenError past the top package."""
         if not node.level:

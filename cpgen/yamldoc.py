@@ -48,7 +48,7 @@ def parse_yaml(text: str, name: str) -> YamlDocument:
     """
     lines = text.splitlines()
 
-    def place(mark: yaml.Mark, end: yaml.Mark | None = None) -> Location:
+    def place(mark: Any, end: Any = None) -> Location:
         line_text = lines[mark.line] if mark.line < len(lines) else ""
         width = end.column - mark.column if end is not None and end.line == mark.line else 1
         return Location(name, mark.line + 1, mark.column + 1, max(1, width), line_text)

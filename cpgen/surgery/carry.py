@@ -94,10 +94,8 @@ def _licence(module: SourceModule) -> str:
 def _imports(module: SourceModule, nodes: list[ast.stmt], names: set[str], tree: SourceTree, carried: Carried) -> str:
     """One import a name, from where upstream's file has it: its own imports, or the file itself."""
     used = {n.id for node in nodes for n in ast.walk(node) if isinstance(n, ast.Name)}
-    bound_at_top = set(module.definitions) | set(module.imported) | _assigned(module)
     texts: dict[str, None] = {}
-    # What is imported for type checkers only stands in annotations, and nowhere at run time.
-    for name in sorted(used & bound_at_top - names - _for_type_checkers(module)):
+    for name in sorted(used & module.bound - names):
         alias = ast.alias(name)
         if name in module.imported:
             origin, inner = module.imported[name]
@@ -121,33 +119,6 @@ def _imports(module: SourceModule, nodes: list[ast.stmt], names: set[str], tree:
 
 def _alias(name: str, bound: str) -> ast.alias:
     return ast.alias(name, None if name == bound else bound)
-
-
-def _assigned(module: SourceModule) -> set[str]:
-    """Names that statements at module level bind, also those in a condition, but for imports."""
-    scopes = (ast.Lambda, ast.ListComp, ast.SetComp, ast.DictComp, ast.GeneratorExp)
-    names = set()
-    nodes: list[ast.AST] = [*module.tree.body]
-    while nodes:
-        node = nodes.pop()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
-            names.add(node.name)
-        elif not isinstance(node, scopes):
-            if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
-                names.add(node.id)
-            nodes += ast.iter_child_nodes(node)
-    return names
-
-
-def _for_type_checkers(module: SourceModule) -> set[str]:
-    return {
-        alias.asname or alias.name.partition(".")[0]
-        for node in module.tree.body
-        if isinstance(node, ast.If) and ast.unparse(node.test) in ("TYPE_CHECKING", "typing.TYPE_CHECKING")
-        for statement in node.body
-        if isinstance(statement, (ast.Import, ast.ImportFrom))
-        for alias in statement.names
-    }
 
 
 def _conditional(module: SourceModule, name: str) -> bool:

@@ -9,6 +9,7 @@ import ast
 import io
 import re
 import tokenize
+from typing import TypeGuard
 
 from cpgen.source import SourceModule, SourceTree
 from cpgen.surgery.edits import MARK
@@ -24,6 +25,7 @@ REGION_METHODS = {
     "whole_length",
     "local_length",
 }
+_CP = re.compile(r"cp(_\d+)?")
 WRAPPERS = {"pin", "shard", "gather", "heads_to_seq", "mask_heads", "mask_rows"}
 
 
@@ -64,6 +66,10 @@ def difference(
         for name, origin in bound.items():
             if origin not in (resolver.upstream_binding(name), (upstream.name, name)):
                 return f"'{name}' is imported from {origin}, upstream has {resolver.upstream_binding(name)}"
+        used = {n.id for node in ours.body for n in ast.walk(node) if isinstance(n, ast.Name)}
+        unbound = sorted(used & upstream.bound - set(bound) - names)
+        if unbound:
+            return f"'{unbound[0]}' is not imported"
     for name, mine, upstreams in pairs:
         if mine is None or upstreams is None:
             return f"{name} is missing"
@@ -97,13 +103,20 @@ class _Eraser(ast.NodeTransformer):
         if not isinstance(stmt, ast.Assign):
             return False
         value = stmt.value.body if isinstance(stmt.value, ast.IfExp) else stmt.value
+        bound = {n.id for t in stmt.targets for n in ast.walk(t) if _is_store(n)}
         if isinstance(value, ast.Name):
             return value.id == "refuse_enable_parallelism"
         if not isinstance(value, ast.Call):
             return False
         if isinstance(value.func, ast.Name):
-            return value.func.id in RUNTIME_CALLS
-        return _is_call_of_cp(value, REGION_METHODS)
+            return value.func.id in RUNTIME_CALLS and all(_CP.fullmatch(name) for name in bound)
+        # An insertion binds again what it is given: q, k, v = cp.seq_to_heads(q, k, v).
+        given = {argument.id for argument in value.args if isinstance(argument, ast.Name)}
+        return _is_call_of_cp(value, REGION_METHODS) and bool(bound) and bound <= given
+
+
+def _is_store(node: ast.AST) -> TypeGuard[ast.Name]:
+    return isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
 
 
 def _is_call_of_cp(call: ast.Call, methods: set[str]) -> bool:
@@ -113,7 +126,7 @@ def _is_call_of_cp(call: ast.Call, methods: set[str]) -> bool:
         isinstance(function, ast.Attribute)
         and function.attr in methods
         and isinstance(function.value, ast.Name)
-        and re.fullmatch(r"cp(_\d+)?", function.value.id) is not None
+        and _CP.fullmatch(function.value.id) is not None
     )
 
 
