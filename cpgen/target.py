@@ -76,7 +76,7 @@ def snake_case(class_name: str) -> str:
         r"\d+D|[A-Z]+\d*(?=[A-Z][a-z])|[A-Z]?[a-z]+(?:\d+(?![\dD]))?|[A-Z]+(?:\d+(?![\dD]))?|\d+|_+", stem
     )
     words = [word for word in words if not word.startswith("_")]
-    return "_".join(words).lower()
+    return "_".join(words).lower() or class_name.lower()
 
 
 def _file_module(path: Path) -> SourceModule:

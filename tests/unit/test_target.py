@@ -25,6 +25,7 @@ from tests.unit.projects import TINY
         ("Flux2", "flux2"),
         ("tiny_model", "tiny_model"),
         ("A", "a"),
+        ("Model", "model"),
     ],
 )
 def test_package_names(class_name: str, package: str) -> None:
