@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 def part_sizes(length: int, degree: int) -> list[int]:
     """Sizes of the `degree` contiguous parts of `length` items: equal, or one larger on the first ranks."""
-    quotient, remainder = divmod(length, degree)
+    quotient, remainder = length // degree, length % degree  # not divmod: torch.compile cannot trace it on sizes
     return [quotient + 1 if rank < remainder else quotient for rank in range(degree)]
 
 

@@ -30,7 +30,7 @@ def rotate(x, rope):
     """Turn pairs of channels of x (B, S, H, D) by the angles whose cosine and sine are in rope (S, D/2 each)."""
     cos, sin = (table[None, :, None, :] for table in rope)
     even, odd = x.unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2)
+    return torch.stack([even * cos - odd * sin, even * sin + odd * cos], dim=-1).flatten(-2).type_as(x)
 
 
 class TinyAttnProcessor:

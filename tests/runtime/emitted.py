@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from cpgen.package import Request, generate
-from cpgen.plan import Probe
+from cpgen.plan import Plan, Probe
 from cpgen.probes import build_inputs
 from cpgen.verify.case import Reference
+from cpgen.verify.float64 import to_float64
 from cpgen.verify.models import build_model, load_package, load_reference, randomise
 
 ROOT = Path(__file__).parents[2]
@@ -27,10 +28,10 @@ class Emitted:
     directory: str
     name: str
     reference: Reference
-    probes: tuple[Probe, ...]
+    plan: Plan
 
     def probe(self, name: str | None = None) -> Probe:
-        return self.probes[0] if name is None else next(p for p in self.probes if p.name == name)
+        return self.plan.probes[0] if name is None else next(p for p in self.plan.probes if p.name == name)
 
 
 def emit(out: Path, model: str, cp: int, strategy: str = "ulysses", **options: Any) -> Emitted:
@@ -43,25 +44,31 @@ def emit(out: Path, model: str, cp: int, strategy: str = "ulysses", **options: A
         path.write_text(text, "utf-8")
     source = model.rpartition(":")[0] if model.count(":") and ".py" in model else package.target.module.name
     reference = Reference(source, package.target.class_name)
-    return Emitted(str(out), package.name, reference, package.plan.probes)
+    return Emitted(str(out), package.name, reference, package.plan)
 
 
-def reference_and_model(emitted: Emitted, probe: Probe) -> tuple[nn.Module, nn.Module, Any]:
-    """The unmodified model and the emitted one with equal random weights, and the emitted package."""
-    reference = build_model(load_reference(emitted.reference), probe, 0, torch.float32)
+def reference_and_model(
+    emitted: Emitted, probe: Probe, dtype: torch.dtype = torch.float64
+) -> tuple[nn.Module, nn.Module, Any]:
+    """The unmodified model and the emitted one with equal random weights, and the emitted package.
+
+    In float64 by default: then a gradient that is truly zero (a key's bias) is not all rounding.
+    """
+    reference = build_model(load_reference(emitted.reference), probe, 0, dtype)
     randomise(reference, 0)
     package = load_package(emitted.directory, emitted.name)
-    model = build_model(getattr(package, emitted.reference.class_name), probe, 0, torch.float32)
+    model = build_model(getattr(package, emitted.reference.class_name), probe, 0, dtype)
     model.load_state_dict(reference.state_dict(), strict=True)
     return reference, model, package
 
 
-def inputs_of(probe: Probe) -> dict[str, Any]:
-    return build_inputs(probe, 0)
+def inputs_of(probe: Probe, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
+    inputs: dict[str, Any] = build_inputs(probe, 0)
+    return to_float64(inputs) if dtype == torch.float64 else inputs
 
 
 def loss_of(output: Tensor) -> Tensor:
-    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(7))
+    weights = torch.randn(output.shape, generator=torch.Generator().manual_seed(7), dtype=torch.float64)
     return (output * weights).sum()
 
 

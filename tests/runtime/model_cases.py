@@ -22,8 +22,8 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
     return output
 
 
-def bound(emitted: Emitted, probe: Probe) -> tuple[nn.Module, nn.Module]:
-    reference, model, package = reference_and_model(emitted, probe)
+def bound(emitted: Emitted, probe: Probe, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
+    reference, model, package = reference_and_model(emitted, probe, dtype)
     return reference, package.parallelize(model, package.build_mesh("cpu"), data_parallel="none")
 
 
@@ -34,9 +34,9 @@ def averaged(found: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def traffic(emitted: Emitted, probe: Probe) -> tuple[dict[str, int], int, dict[str, int], int]:
-    """Collectives and bytes sent, in forward and in backward."""
-    _, model = bound(emitted, probe)
-    inputs = inputs_of(probe)
+    """Collectives and bytes sent, in forward and in backward, in float32."""
+    _, model = bound(emitted, probe, torch.float32)
+    inputs = inputs_of(probe, torch.float32)
     with Traffic() as forward:
         loss = loss_of(run(model, inputs))
     with Traffic() as backward:
@@ -126,6 +126,7 @@ def message_for(emitted: Emitted, probe: Probe, changes: dict[str, Any]) -> str:
 def compiled(emitted: Emitted, probe: Probe, backend: str, sizes: tuple[Probe, ...] = ()) -> tuple[float, float, int]:
     """Compile the whole bound model as one graph; returns output and gradient errors, and graphs per call."""
     import torch._dynamo as dynamo
+    import torch._dynamo.testing
 
     dynamo.reset()
     warnings.simplefilter("ignore")
@@ -163,13 +164,13 @@ def with_lora(emitted: Emitted, probe: Probe) -> float:
 
 def mixed_precision(emitted: Emitted, probe: Probe) -> float:
     """Under bfloat16 the output stays near float32's: the exchange carries any dtype."""
-    reference, model = bound(emitted, probe)
+    reference, model = bound(emitted, probe, torch.float32)
     model.to(torch.bfloat16)
     inputs = {
         name: value.detach().to(torch.bfloat16) if isinstance(value, Tensor) and value.dtype == torch.float32 else value
-        for name, value in inputs_of(probe).items()
+        for name, value in inputs_of(probe, torch.float32).items()
     }
     ours = run(model, inputs)
     assert ours.dtype == torch.bfloat16
-    theirs = run(reference, inputs_of(probe))
+    theirs = run(reference, inputs_of(probe, torch.float32))
     return float((ours.float() - theirs).detach().abs().max() / theirs.detach().abs().max())

@@ -24,7 +24,8 @@ from .model_cases import (
 )
 
 WAN, FLUX = "WanTransformer3DModel", "FluxTransformer2DModel"
-TOLERANCE = 1e-5
+TOLERANCE = 1e-9  # float64
+COMPILED = 1e-5  # some tables are float32 inside, and a compiled graph rounds them in another order
 
 
 @pytest.fixture(scope="module")
@@ -98,7 +99,7 @@ def test_checkpointing_from_outside_is_exact_where_lengths_differ(tiny: Emitted,
 
 
 def test_checkpointing_from_outside_is_refused_where_it_would_be_ambiguous(tiny: Emitted, pool: WorkerPool) -> None:
-    with pytest.raises(Exception, match="recomputes a block with 22 local tokens, which fits 2") as caught:
+    with pytest.raises(Exception, match="recomputes a block with 18 local tokens, which fits 2") as caught:
         pool.run(interleaved, tiny, lengths(tiny, (5, 7), (6, 6)), "outside", world_size=2)
     assert "enable_gradient_checkpointing" in str(caught.value)
 
@@ -115,7 +116,7 @@ def test_a_processor_without_context_parallel_calls_is_refused(tiny: Emitted, po
 
 def test_an_attention_module_put_in_later_is_refused(tiny: Emitted, pool: WorkerPool) -> None:
     for message in pool.run(replaced_module, tiny, tiny.probe(), world_size=2):
-        assert "'attn1' was replaced after parallelize" in message
+        assert "'0.attn1' was replaced after parallelize" in message
 
 
 @pytest.mark.parametrize(
@@ -147,7 +148,7 @@ def test_wan_timesteps_that_are_not_one_a_token_are_refused(tmp_path: Path, pool
 
 def test_a_copy_of_a_bound_model_computes_the_same(tiny: Emitted, pool: WorkerPool) -> None:
     for difference in pool.run(copied, tiny, tiny.probe(), world_size=2):
-        assert difference < 1e-5
+        assert difference <= TOLERANCE
 
 
 def test_lora_adapters_train(tiny: Emitted, pool: WorkerPool) -> None:
@@ -168,8 +169,8 @@ def test_a_second_size_compiles_to_one_graph_too(tmp_path: Path, pool: WorkerPoo
     emitted = emit(tmp_path, TINY, 2, strategy)
     sizes = tuple(sized(emitted.probe(), hidden_states=(2, 4, h, w)) for h, w in ((4, 6), (3, 9)))
     for forward, backward, graphs in pool.run(compiled, emitted, emitted.probe(), "aot_eager", sizes, world_size=2):
-        assert forward <= TOLERANCE
-        assert backward <= TOLERANCE
+        assert forward <= COMPILED
+        assert backward <= COMPILED
         assert graphs <= 3  # one for each size, or fewer once sizes are dynamic
 
 
@@ -178,6 +179,6 @@ def test_inductor(tmp_path: Path, pool: WorkerPool) -> None:
     for forward, backward, graphs in pool.run(
         compiled, emitted, emitted.probe("one-block-each"), "inductor", world_size=2
     ):
-        assert forward <= TOLERANCE
-        assert backward <= TOLERANCE
+        assert forward <= COMPILED
+        assert backward <= COMPILED
         assert graphs == 1

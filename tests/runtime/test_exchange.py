@@ -68,10 +68,7 @@ def test_every_query_head_reads_its_own_key_head(kv_heads: int, group: int, degr
     for part in parts:
         for i in range(part.query_size):
             wanted = (part.query_start + i) // group
-            if part.kv_index is not None:
-                found = part.kv_index[i]
-            else:
-                found = i // (part.query_size // part.kv_size)
+            found = part.kv_index[i] if part.kv_index is not None else i // (part.query_size // part.kv_size)
             assert part.kv_start + found == wanted
             assert 0 <= found < part.kv_size
 

@@ -1,0 +1,74 @@
+"""Every shipped plan: its probes at cp 2 and 4 under both strategies, and each model as one compiled graph."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpgen.package import STRATEGIES
+from cpgen.plan import Probe
+from cpgen.resources import shipped_plans
+from cpgen.verify.case import DDP
+from cpgen.verify.pool import WorkerPool
+from cpgen.verify.run import PackageToVerify, verify
+
+from .emitted import emit
+from .model_cases import compiled
+
+MODELS = sorted(shipped_plans())
+EIGHT = {
+    "CogVideoXTransformer3DModel",
+    "CogView4Transformer2DModel",
+    "FluxTransformer2DModel",
+    "HunyuanVideoTransformer3DModel",
+    "LTXVideoTransformer3DModel",
+    "QwenImageTransformer2DModel",
+    "SD3Transformer2DModel",
+    "WanTransformer3DModel",
+}
+
+
+def test_the_eight_models_have_plans() -> None:
+    assert set(MODELS) >= EIGHT
+
+
+@pytest.mark.parametrize("cp", [2, 4])
+@pytest.mark.parametrize("model", MODELS)
+def test_probes(tmp_path: Path, pool: WorkerPool, model: str, cp: int) -> None:
+    packages = _emit(tmp_path, model, cp)
+    results = verify([packages], [cp], STRATEGIES, pool=pool)
+    assert results
+    assert [result.error for result in results if not result.ok] == []
+    assert len(results) == len(STRATEGIES) * len(packages.plan.probes)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_ddp_gradients_are_those_of_one_process(tmp_path: Path, pool: WorkerPool, model: str) -> None:
+    package = _emit(tmp_path, model, 2)
+    first = package.plan.probes[0].name
+    results = verify([package], [2], ["ulysses"], pool=pool, probes=[first], modes=(DDP,))
+    assert [result.error for result in results if not result.ok] == []
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_each_compiles_to_one_graph(tmp_path: Path, pool: WorkerPool, model: str) -> None:
+    emitted = emit(tmp_path, model, 2)
+    probe = _shallow(emitted.probe())
+    for forward, backward, graphs in pool.run(compiled, emitted, probe, "aot_eager", world_size=2):
+        assert forward <= 1e-5
+        assert backward <= 1e-5
+        assert graphs == 1
+
+
+def _emit(out: Path, model: str, cp: int) -> PackageToVerify:
+    for strategy in STRATEGIES:
+        emitted = emit(out / f"{strategy}-cp{cp}", model, cp, strategy)
+    return PackageToVerify(emitted.name, out, emitted.plan, emitted.reference)
+
+
+def _shallow(probe: Probe) -> Probe:
+    """One block of each kind: compiling is slow, and the second is like the first."""
+    layers = {name: 1 for name in probe.config if name in ("num_layers", "num_single_layers")}
+    return replace(probe, config=probe.config | layers)
