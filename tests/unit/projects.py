@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import textwrap
+from dataclasses import dataclass
 from pathlib import Path
 
+from cpgen.cli import main
 from cpgen.plan_loader import load_plan
 from cpgen.source import SourceTree
 from cpgen.surgery.operate import Operation, operate
@@ -116,3 +120,32 @@ def function_in(text: str, start: str) -> str:
     while last < len(lines) and (not lines[last].strip() or len(lines[last]) - len(lines[last].lstrip()) > indent):
         last += 1
     return textwrap.dedent("".join(lines[first:last])).rstrip("\n") + "\n"
+
+
+@dataclass(frozen=True)
+class Ran:
+    """What a command of cpgen did."""
+
+    exit: int
+    out: str
+    err: str
+
+
+def run(*arguments: str | Path) -> Ran:
+    """Run the command line in this process and directory."""
+    out, err, code = io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main([str(argument) for argument in arguments])
+        except SystemExit as exit_:
+            code = exit_.code if isinstance(exit_.code, int) else 0
+    return Ran(code, out.getvalue(), err.getvalue())
+
+
+def made_project(folder: Path, source: str | None = None, plan: str | None = None) -> None:
+    """made.py with its class Model, and made.yaml, in `folder`."""
+    (folder / "made.py").write_text(module_text() if source is None else source, "utf-8")
+    (folder / "made.yaml").write_text(plan_text() if plan is None else plan, "utf-8")
+
+
+MADE = ("emit", "--model", "made.py:Model", "--plan", "made.yaml", "--package", "made_package", "--cp", "4")

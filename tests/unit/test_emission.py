@@ -96,8 +96,8 @@ def test_nothing_of_this_machine_or_moment(model: str, strategy: str) -> None:
 def added(model: str, strategy: str, name: str) -> list[str]:
     """The lines of a file that upstream's does not have."""
     made = package(model, strategy=strategy)
-    lines = difflib.ndiff(made.upstream[name].splitlines(), made.files[name].splitlines())
-    return [line[2:] for line in lines if line.startswith("+ ")]
+    lines = difflib.unified_diff(made.upstream[name].splitlines(), made.files[name].splitlines(), n=0)
+    return [line[1:] for line in lines if line.startswith("+")]
 
 
 @every_model
