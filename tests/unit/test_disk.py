@@ -329,8 +329,10 @@ def child(number):
     if mode == "random":
         for turn in range(1000):
             emit(2 + turn % 2)
+    path = "generated/made_package/parallelize.py"
+    other = 3 if os.path.exists(path) and "CP_DEGREE = 2" in open(path).read() else 2
     die_at(number)
-    emit(2 + number % 2)
+    emit(other)
 
 if mode != "first":
     emit(2)
