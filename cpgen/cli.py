@@ -93,6 +93,8 @@ def emit(
         raise click.UsageError("--plan is for one model: give one --model")
     if everything:
         requests = _requests_in(out)
+        if not requests:
+            click.echo(f"no packages in {out}", err=True)
     else:
         assert cp is not None
         requests = [Request(model, cp, strategy, tp, plan, package, vendor_runtime) for model in models]
@@ -353,6 +355,7 @@ def main(arguments: list[str] | None = None) -> Any:
     """
     from cpgen.diagnostics import CpgenError
 
+    stdout = sys.stdout
     try:
         cli.main(args=arguments, prog_name="cpgen", standalone_mode=False)
     except click.exceptions.Exit as exit_:
@@ -369,8 +372,11 @@ def main(arguments: list[str] | None = None) -> Any:
     except (click.Abort, KeyboardInterrupt):
         click.echo("interrupted", err=True)
         sys.exit(130)
-    except BrokenPipeError:  # the reader of a pipe went away: not an error
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except SystemExit:
+        if sys.stdout is stdout:
+            raise
+        # click has replaced it: the reader of a pipe went away. Not an error, though click exits with 1.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), stdout.fileno())
         sys.exit(0)
     except Exception as error:
         if os.environ.get("CPGEN_TRACEBACK"):

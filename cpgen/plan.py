@@ -112,5 +112,7 @@ class Plan:
     attention: tuple[AttentionFunction, ...]
     outside: tuple[str, ...] = ()  # attention modules that run before or after the region
     probes: tuple[Probe, ...] = ()
+    blocks_location: Location | None = None
+    begin_location: Location | None = None
     name: str = ""  # as shown in messages and headers, e.g. plans/wan.yaml
     sha256: str = ""

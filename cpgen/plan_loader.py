@@ -74,6 +74,8 @@ class _Reader:
             attention=self._each(root, ("attention",), self._function),
             outside=self._names(root, ("outside",)) if "outside" in root else (),
             probes=self._probes(root),
+            blocks_location=self._document.at(("blocks",)),
+            begin_location=self._document.at(("region", "begin", "before")),
             name=self._document.name,
             sha256=sha256,
         )
@@ -281,9 +283,9 @@ class _Reader:
         return step[1:-1] if step.startswith("'") else int(step)
 
     def _dims(self, entry: dict[str, Any], path: Path) -> tuple[int, int]:
-        ndim = self._typed(entry, (*path, "ndim"), int, 1, lambda v: 1 <= v <= _MAX_NDIM)
+        ndim = self._typed(entry, (*path, "ndim"), int, 0, lambda v: 1 <= v <= _MAX_NDIM)
         dim = self._typed(entry, (*path, "dim"), int, 0)
-        if "dim" in entry and not 0 <= dim < ndim:
+        if "dim" in entry and ndim and not 0 <= dim < ndim:
             self._find(
                 "CP105", f"dim {dim} cannot be: a tensor of ndim {ndim} has dims 0 to {ndim - 1}", (*path, "dim")
             )

@@ -72,7 +72,9 @@ def parse_yaml(text: str, name: str) -> YamlDocument:
         raise fail("CP101", f"broken YAML in {name}: {error}") from None
     document = YamlDocument(name, None)
     findings: list[Finding] = []
-    if root is not None:
+    if root is None:
+        document._values[()] = Location(name, 1, 1, 1, lines[0] if lines else "")
+    else:
         document.value = _build(root, (), document, findings, place)
     if findings:
         raise CpgenError(findings)

@@ -137,9 +137,8 @@ def _check_class(target: Target, plan: Plan, findings: list[Finding]) -> None:
         if name not in attributes:
             message = f"{target.class_name} has no module '{name}'"
             hint = did_you_mean(name, attributes)
-            findings.append(
-                Finding("CP104", message, plan_location(plan), hint=hint, note="named in the plan's blocks")
-            )
+            place = plan.blocks_location or plan_location(plan)
+            findings.append(Finding("CP104", message, place, hint=hint, note="named in the plan's blocks"))
 
 
 def _check_described(target: Target, plan: Plan, findings: list[Finding]) -> None:

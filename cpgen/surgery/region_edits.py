@@ -23,7 +23,7 @@ class _Place:
 
 def region_edits(plan: Plan, forward: Function, cp: str, findings: list[Finding]) -> list[Edit]:
     """The edits to `forward`; `cp` is the variable that holds the region. Adds to `findings` what doesn't fit."""
-    begin = _begin(plan.begin, forward, plan_location(plan), findings)
+    begin = _begin(plan.begin, forward, plan.begin_location or plan_location(plan), findings)
     if begin is None:
         return []
     edits: list[Edit] = [Insertion(begin.line, begin.indent, f"{cp} = begin_region(self)", "region begins")]
