@@ -216,12 +216,13 @@ def _recorded(request: Request, target: Target, out: Path) -> _Recorded:
         return Path(os.path.relpath(path.resolve(), start.resolve())).as_posix()
 
     folder = out / "package"  # its own name doesn't matter to a relative path
+    above = out.resolve().parent  # of ".", too
     model = shown_model = request.model
     if target.kind == "file":
         model = f"{relative(target.module.path, folder)}:{target.class_name}"
-        shown_model = f"{relative(target.module.path, out.parent)}:{target.class_name}"
+        shown_model = f"{relative(target.module.path, above)}:{target.class_name}"
     plan = None if request.plan is None else relative(request.plan, folder)
-    shown_plan = None if request.plan is None else relative(request.plan, out.parent)
+    shown_plan = None if request.plan is None else relative(request.plan, above)
     return _Recorded(model, plan, shown_model, shown_plan, request)
 
 
