@@ -192,7 +192,7 @@ class _Reader:
         ndim = entry.ndim
         if entry.ndim == 2 and entry.dim == 1 and not path and after is None:
             # One value a sample or one a token (Wan's timestep): without a token dim there is nothing to cut.
-            when = f"{variable} is not None and {variable}.ndim > 1" if optional else f"{variable}.ndim > 1"
+            when = f"{variable} is not None and {variable}.ndim > 1"
         label = stream + "".join(f"[{step}]" for step in path)
         place = self.target.module.location(entry.node)
         self.shards.append(
