@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cpgen.conditions import ConditionError, parse_condition
@@ -77,6 +77,7 @@ def test_not_allowed(text: str) -> None:
         parse_condition(text, "temb")
 
 
+@settings(deadline=None)
 @given(st.text(max_size=60) | st.text("xyn=<>!()[]. 0123isotandrNoemhp_:'\"\\{}", max_size=60))
 def test_any_text_is_a_condition_or_an_error(text: str) -> None:
     try:
@@ -104,6 +105,7 @@ CONDITIONS = st.recursive(
 )
 
 
+@settings(deadline=None)
 @given(CONDITIONS)
 def test_everything_in_the_grammar_is_accepted_and_means_the_same(text: str) -> None:
     source, names = parse_condition(text)

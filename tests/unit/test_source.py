@@ -165,7 +165,8 @@ def test_names_are_followed_through_reexports(folder: Path) -> None:
     write(
         folder,
         {
-            "hop/__init__.py": "import os\nfrom elsewhere import Far\nfrom .one import Thing as Out\nfrom .ring import Loop",
+            "hop/__init__.py": "import os\nfrom elsewhere import Far\nfrom .one import Thing as Out\n"
+            "from .ring import Loop\n",
             "hop/one.py": "from .two import Thing\n",
             "hop/two.py": "class Thing: ...\n",
             "hop/ring.py": "from . import Loop\n",

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from cpgen.diagnostics import CpgenError
@@ -102,16 +102,19 @@ FRAGMENTS = [
 FRAGMENTS += ["x", "model", "latent", "dim: 9", "stream", "when: x is None"]
 
 
+@settings(deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
 def test_any_text(text: str) -> None:
     plan_or_findings(text)
 
 
+@settings(deadline=None)
 @given(st.lists(st.sampled_from(FRAGMENTS)).map("".join))
 def test_any_mixture_of_yaml(text: str) -> None:
     plan_or_findings(text)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_plan_with_a_piece_replaced(data: st.DataObject) -> None:
     start = data.draw(st.integers(0, len(PLAN)))
@@ -129,6 +132,7 @@ KEYS = st.sampled_from(WORDS.split())
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner), max_leaves=20)
 
 
+@settings(deadline=None)
 @given(st.dictionaries(KEYS, TREES))
 @example({"region": {"begin": {"before": [1]}, "shard": [], "gather": {"x": None}}, "attention": {"A": {"sites": 3}}})
 @example({"probes": [{"name": 1, "config": [], "inputs": {"x": {"shape": {}}}}], "streams": [["a"], {"b": 1}]})
@@ -150,6 +154,7 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
             yield from places(inner)
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_good_plan_with_one_value_replaced(data: st.DataObject) -> None:
     plan = copy.deepcopy(SHIPPED)
