@@ -184,6 +184,7 @@ def test_manifest_cannot_point_outside() -> None:
     manifest = json.loads(path.read_text())
     manifest["outputs"] |= {"../../secret.txt": "0" * 64, f"{Path.cwd()}/secret.txt": "0" * 64}
     path.write_text(json.dumps(manifest))
+    assert "secret" not in run("check", "--all").err + emit().err
     emit("--force")
     assert Path("secret.txt").read_text() == "mine"
     assert run("check", "--all").exit == 0
