@@ -48,7 +48,7 @@ def batches(rank: int, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]
     """Latents and text from step `start` on. `rank` is the data rank: context-parallel peers see the same batch."""
     step = start
     while True:
-        generator = torch.Generator().manual_seed(1000 * step + rank)
+        generator = torch.Generator().manual_seed(1000 * (step + 1) + rank)
         latents = torch.randn(1, 4, 3, 6, 10, generator=generator)
         yield latents, torch.randn(1, 7, 16, generator=generator)
         step += 1
@@ -70,7 +70,7 @@ def main() -> None:
     model.enable_gradient_checkpointing()
     model = parallelize(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    seed_everything(0, mesh)  # from here on, the same noise in a context-parallel group, other noise in another
+    seed_everything(1, mesh)  # from here on, the same noise in a context-parallel group, other noise in another
 
     checkpoints = f"{options.directory}/checkpoints"
     done = load_checkpoint(checkpoints, model, optimizer) or 0

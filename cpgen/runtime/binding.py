@@ -37,23 +37,34 @@ class Binding:
         self.pinned = False
         self._blocks = blocks
         self._processors = processors
+        self._attention: list[torch.nn.Module] = []
         self._seen: set[tuple[tuple[str, int], ...]] = set()
 
     def check_attention(self) -> None:
         """Raise ValueError if a block's attention runs a processor, or is a module, without context-parallel calls."""
+        if torch.compiler.is_compiling():
+            # Walking all modules would be traced: look only at those that were there when the model was bound.
+            for module in self._attention:
+                self._check_processor(module)
+            return
+        self._attention = []
         for block in self._blocks:
             for name, module in block.named_modules():
-                processor = getattr(module, "processor", None)
-                if processor is None or not callable(processor):
-                    continue
-                if not isinstance(processor, self._processors):
-                    raise ValueError(
-                        f"{self.model_name}: the attention processor {type(processor).__name__} (at {name!r}) has no "
-                        f"context-parallel calls, so each rank would attend to its own tokens only. Processors of this "
-                        f"package: {', '.join(sorted(p.__name__ for p in self._processors))}"
-                    )
-                if getattr(module, ATTRIBUTE, None) is not self:
-                    raise ValueError(f"{self.model_name}: {name!r} was replaced after parallelize; call it afterwards")
+                if callable(getattr(module, "processor", None)):
+                    self._check_processor(module)
+                    self._attention.append(module)
+                    if getattr(module, ATTRIBUTE, None) is not self:
+                        raise ValueError(
+                            f"{self.model_name}: {name!r} was replaced after parallelize; call it after that"
+                        )
+
+    def _check_processor(self, module: torch.nn.Module) -> None:
+        if not isinstance(module.processor, self._processors):
+            raise ValueError(
+                f"{self.model_name}: the attention processor {type(module.processor).__name__} has no context-parallel "
+                f"calls, so each rank would attend to its own tokens only. Processors of this package: "
+                f"{', '.join(sorted(processor.__name__ for processor in self._processors))}"
+            )
 
     def region_of(self, streams: tuple[str, ...], tokens: int) -> Region:
         """The region that an attention call with `tokens` local tokens of `streams` belongs to.
@@ -119,8 +130,7 @@ def begin_region(model: torch.nn.Module) -> Region | LocalRegion:
     binding: Binding | None = getattr(model, ATTRIBUTE, None)
     if binding is None:
         return _LOCAL_REGION
-    if not torch.compiler.is_compiling():
-        binding.check_attention()
+    binding.check_attention()
     region = Region(binding)
     binding.region = region
     return region

@@ -138,6 +138,13 @@ class WorkerPool:
         return results
 
 
+def _forget_groups() -> None:
+    # A new mesh compares equal to the old one, so DTensor would look up plans that name groups which are gone.
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()  # type: ignore[no-untyped-call]
+
+
 def _worker_main(rank: int, connection: multiprocessing.connection.Connection) -> None:
     os.environ["OMP_NUM_THREADS"] = "1"
     import torch
@@ -155,6 +162,7 @@ def _worker_main(rank: int, connection: multiprocessing.connection.Connection) -
                 if dist.is_initialized():
                     dist.destroy_process_group()
                     gc.collect()  # meshes and models refer to each other, and hold the groups of a mesh alive
+                    _forget_groups()
                 joined = (store, world_size)
                 if rank < world_size:
                     dist.init_process_group(

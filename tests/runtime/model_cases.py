@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import warnings
 from typing import Any
 
@@ -69,21 +70,33 @@ def interleaved(emitted: Emitted, probes: tuple[Probe, Probe], how: str) -> floa
     return error
 
 
+def refused_when_compiled(emitted: Emitted, probe: Probe) -> str:
+    """The message for a foreign processor that is set after parallelize, before the first call, which is compiled."""
+    _, model = bound(emitted, probe)
+    model.blocks[0].attn1.set_processor(_Foreign())
+    try:
+        run(torch.compile(model, backend="eager"), inputs_of(probe))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
+class _Foreign:
+    def __call__(self, attn: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        raise AssertionError("it ran")
+
+
 def refused_processor(emitted: Emitted, probe: Probe, when: str) -> str:
     """The message for a processor without context-parallel calls, set before or after parallelize."""
-
-    class Foreign:
-        def __call__(self, attn: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            raise AssertionError("it ran")
 
     _, model, package = reference_and_model(emitted, probe)
     attention = model.blocks[0].attn1
     try:
         if when == "before":
-            attention.set_processor(Foreign())
+            attention.set_processor(_Foreign())
         model = package.parallelize(model, package.build_mesh("cpu"), data_parallel="none")
         if when == "after":
-            attention.set_processor(Foreign())
+            attention.set_processor(_Foreign())
         run(model, inputs_of(probe))
     except ValueError as error:
         return str(error)
@@ -123,7 +136,9 @@ def message_for(emitted: Emitted, probe: Probe, changes: dict[str, Any]) -> str:
     return ""
 
 
-def compiled(emitted: Emitted, probe: Probe, backend: str, sizes: tuple[Probe, ...] = ()) -> tuple[float, float, int]:
+def compiled(
+    emitted: Emitted, probe: Probe, backend: str, sizes: tuple[Probe, ...] = (), checkpointing: bool = False
+) -> tuple[float, float, int]:
     """Compile the whole bound model as one graph; returns output and gradient errors, and graphs per call."""
     import torch._dynamo as dynamo
     import torch._dynamo.testing
@@ -131,6 +146,8 @@ def compiled(emitted: Emitted, probe: Probe, backend: str, sizes: tuple[Probe, .
     dynamo.reset()
     warnings.simplefilter("ignore")
     reference, model = bound(emitted, probe)
+    if checkpointing:
+        model.enable_gradient_checkpointing()  # type: ignore[operator]
     counter = dynamo.testing.CompileCounterWithBackend(backend)
     whole = torch.compile(model, fullgraph=True, backend=counter)
     forward = backward = 0.0
@@ -174,3 +191,25 @@ def mixed_precision(emitted: Emitted, probe: Probe) -> float:
     assert ours.dtype == torch.bfloat16
     theirs = run(reference, inputs_of(probe, torch.float32))
     return float((ours.float() - theirs).detach().abs().max() / theirs.detach().abs().max())
+
+
+def with_image_prompt(emitted: Emitted, probe: Probe) -> tuple[float, float]:
+    """Flux with IP-adapter processors of the package in its double-stream blocks: output and gradient errors."""
+    from diffusers.models.transformers.transformer_flux import FluxIPAdapterAttnProcessor as Upstream
+
+    reference, model, package = reference_and_model(emitted, probe)
+    ours = importlib.import_module(f"{emitted.name}.transformer_flux").FluxIPAdapterAttnProcessor
+    for each, processor_class in ((reference, Upstream), (model, ours)):
+        for i, block in enumerate(each.transformer_blocks):
+            torch.manual_seed(i)
+            block.attn.set_processor(processor_class(64, 8, num_tokens=(4,), scale=0.7, dtype=torch.float64))
+    model = package.parallelize(model, package.build_mesh("cpu"), data_parallel="none")
+    prompts = [torch.randn(2, 4, 8, generator=torch.Generator().manual_seed(3), dtype=torch.float64)]
+    outputs = []
+    for each in (reference, model):
+        out = run(each, inputs_of(probe) | {"joint_attention_kwargs": {"ip_hidden_states": prompts}})
+        loss_of(out).backward()
+        outputs.append(out.detach())
+    ours_, theirs = averaged(gradients(model)), gradients(reference)
+    assert any("to_k_ip" in name for name in ours_)
+    return float((outputs[0] - outputs[1]).abs().max()), worst(ours_, theirs)

@@ -18,8 +18,10 @@ from .model_cases import (
     message_for,
     mixed_precision,
     refused_processor,
+    refused_when_compiled,
     replaced_module,
     traffic,
+    with_image_prompt,
     with_lora,
 )
 
@@ -114,6 +116,12 @@ def test_a_processor_without_context_parallel_calls_is_refused(tiny: Emitted, po
         assert "TinyAttnProcessor, TinyJointAttnProcessor" in message
 
 
+def test_a_foreign_processor_is_refused_while_compiling(tiny: Emitted, pool: WorkerPool) -> None:
+    for message in pool.run(refused_when_compiled, tiny, tiny.probe(), world_size=2):
+        assert "_Foreign" in message
+        assert "it ran" not in message
+
+
 def test_an_attention_module_put_in_later_is_refused(tiny: Emitted, pool: WorkerPool) -> None:
     for message in pool.run(replaced_module, tiny, tiny.probe(), world_size=2):
         assert "'0.attn1' was replaced after parallelize" in message
@@ -156,6 +164,13 @@ def test_lora_adapters_train(tiny: Emitted, pool: WorkerPool) -> None:
         assert error <= TOLERANCE
 
 
+def test_flux_image_prompts(tmp_path: Path, pool: WorkerPool) -> None:
+    emitted = emit(tmp_path, FLUX, 2)
+    for forward, backward in pool.run(with_image_prompt, emitted, emitted.probe("joint"), world_size=2):
+        assert forward <= TOLERANCE
+        assert backward <= TOLERANCE
+
+
 def test_bfloat16(tiny: Emitted, pool: WorkerPool) -> None:
     for error in pool.run(mixed_precision, tiny, tiny.probe(), world_size=2):
         assert error < 0.05
@@ -172,6 +187,15 @@ def test_a_second_size_compiles_to_one_graph_too(tmp_path: Path, pool: WorkerPoo
         assert forward <= COMPILED
         assert backward <= COMPILED
         assert graphs <= 3  # one for each size, or fewer once sizes are dynamic
+
+
+def test_with_gradient_checkpointing_it_is_one_graph_too(tiny: Emitted, pool: WorkerPool) -> None:
+    for forward, backward, graphs in pool.run(
+        compiled, tiny, tiny.probe("one-block-each"), "aot_eager", (), True, world_size=2
+    ):
+        assert forward <= COMPILED
+        assert backward <= COMPILED
+        assert graphs == 1
 
 
 def test_inductor(tmp_path: Path, pool: WorkerPool) -> None:

@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from diffusers import ModelMixin, WanTransformer3DModel
 from diffusers.configuration_utils import ConfigMixin, register_to_config
 from torch import nn
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 TEMPLATES = Path(__file__).parents[2] / "templates"
 FILES = ("__init__.py", "parallelize.py", "checkpoint.py")
@@ -158,7 +157,6 @@ def emit_packages(root: Path) -> None:
 def load(root: str, package: str) -> ModuleType:
     # DTensor caches results by mesh, and a mesh equals one from before the pool made its process group anew: without
     # this, tensors of a later case would name groups that are gone.
-    _clear_sharding_prop_cache()
     if root not in sys.path:
         sys.path.insert(0, root)
     return importlib.import_module(package)
