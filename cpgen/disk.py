@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from cpgen.diagnostics import CpgenError, Finding, fail
-from cpgen.package import MANIFEST, Package, sha256
+from cpgen.package import MANIFEST, Package, seal, sha256
 
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
@@ -60,7 +60,9 @@ def hand_edits(disk: OnDisk) -> list[str]:
     if disk.manifest is None:
         return []
     outputs = disk.manifest["outputs"]
-    return [name for name, text in disk.files.items() if name in outputs and _hash(text) != outputs[name]]
+    edited = [name for name, text in disk.files.items() if name in outputs and _hash(text) != outputs[name]]
+    written = disk.files.get(MANIFEST)
+    return edited if written is None or written == seal(disk.manifest) else [*edited, MANIFEST]
 
 
 def write_package(package: Package, out: Path, *, force: bool) -> list[str]:

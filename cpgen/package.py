@@ -314,7 +314,16 @@ def _manifest(
         "outputs": {file: sha256(text) for file, text in sorted(files.items())},
         "edits": [edit for file in operation.files for edit in _listed(file)],
     }
-    return json.dumps(manifest, indent=2, ensure_ascii=True) + "\n"
+    return seal(manifest)
+
+
+def seal(manifest: dict[str, Any]) -> str:
+    """A manifest's text. Its last entry is the hash of the text with that entry empty, which tells of edits by hand."""
+
+    def text(hash_: str) -> str:
+        return json.dumps({**manifest, "self": hash_}, indent=2, ensure_ascii=True) + "\n"
+
+    return text(sha256(text("")))
 
 
 def sha256(text: str) -> str:

@@ -62,6 +62,8 @@ def difference(
         ]
         if extra:
             return f"an unexpected statement at line {extra[0].lineno}"
+        if _future(ours) != _future(theirs):
+            return f"it has {_future(ours)} from __future__, upstream has {_future(theirs)}"
         bound = resolver.bindings(ours)
         for name, origin in bound.items():
             if origin not in (resolver.upstream_binding(name), (upstream.name, name)):
@@ -76,6 +78,11 @@ def difference(
         if ast.dump(resolver.normalise(mine)) != ast.dump(resolver.normalise(upstreams)):
             return _first_difference(resolver.normalise(mine), resolver.normalise(upstreams), name)
     return None
+
+
+def _future(tree: ast.Module) -> list[str]:
+    nodes = [node for node in tree.body if isinstance(node, ast.ImportFrom) and node.module == "__future__"]
+    return sorted({alias.name for node in nodes for alias in node.names})
 
 
 class _Eraser(ast.NodeTransformer):

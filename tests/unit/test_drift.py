@@ -103,7 +103,7 @@ def test_stale_and_missing_files() -> None:
     run(*MADE, "--vendor-runtime")
     change("generated/made_package/MANIFEST.json", '"vendor_runtime": true', '"vendor_runtime": false')
     found = states()
-    assert found["_runtime/region.py"] == "stale" and found["MANIFEST.json"] == "changed"
+    assert found["_runtime/region.py"] == "stale" and found["MANIFEST.json"] == "edited"
     (OUT / "made_package/made.py").unlink()
     assert states()["made.py"] == "missing"
     ran = run("check", "--all")
