@@ -15,11 +15,14 @@ import argparse
 import os
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
 
-sys.path.insert(0, os.getcwd())  # where `generated` is
+from cpgen.runtime.mesh import data_rank, seed_everything
+
+sys.path.insert(0, str(Path.cwd()))  # where `generated` is
 from generated.wan_transformer_3d import (  # noqa: E402
     WanTransformer3DModel,
     build_mesh,
@@ -28,8 +31,6 @@ from generated.wan_transformer_3d import (  # noqa: E402
     save_checkpoint,
     save_pretrained,
 )
-
-from cpgen.runtime.mesh import data_rank, seed_everything  # noqa: E402
 
 CONFIG = {
     "num_attention_heads": 4,

@@ -160,8 +160,8 @@ class TinyTransformer2DModel(ModelMixin, ConfigMixin, PeftAdapterMixin, Attentio
 
     def positions(self, length, device):
         """Rope tables (S, D/2) for that many tokens."""
-        channels = self.config.attention_head_dim // 2
-        angles = torch.arange(length, device=device)[:, None] / 100 ** (torch.arange(channels, device=device) / channels)
+        channels = torch.arange(0, 1, 2 / self.config.attention_head_dim, device=device)
+        angles = torch.arange(length, device=device)[:, None] / 100**channels
         return angles.cos(), angles.sin()
 
     def forward(
