@@ -23,7 +23,7 @@ import torch.distributed as dist
 from cpgen.runtime.mesh import data_rank, seed_everything
 
 sys.path.insert(0, str(Path.cwd()))  # where `generated` is
-from generated.wan_transformer_3d import (  # noqa: E402
+from generated.wan_transformer_3d import (
     WanTransformer3DModel,
     build_mesh,
     load_checkpoint,
