@@ -41,10 +41,8 @@ class AttentionSite:
         region = self._resolve(query)
         self._check_tokens("key", key, region, self._kv_streams)
         self._check_tokens("value", value, region, self._kv_streams)
-        if not query.dtype == key.dtype == value.dtype:
-            raise ValueError(f"query, key and value differ in dtype: {query.dtype}, {key.dtype}, {value.dtype}")
         binding = self._binding
-        rows = [x.permute(_TO_ROWS[self._layout]) for x in (query, key, value)]
+        rows = [x.permute(_TO_ROWS[self._layout]) for x in _in_one_dtype(query, key, value)]
         self._heads = head_parts(rows[0].shape[2], rows[1].shape[2], binding.degree)
         mine = self._heads[binding.rank]
 
@@ -111,7 +109,7 @@ class AttentionSite:
         self._check_tokens("key", key, region, self._kv_streams)
         self._check_tokens("value", value, region, self._kv_streams)
         binding = self._binding
-        rows = [x.permute(_TO_ROWS[self._layout]) for x in (key, value)]
+        rows = [x.permute(_TO_ROWS[self._layout]) for x in _in_one_dtype(key, value)]
         parts = self._stream_parts(region, self._kv_streams)
         sizes = [sum(part) for part in parts]
         packed = torch.cat([x.reshape(x.shape[0], -1) for x in rows], dim=1)
@@ -254,6 +252,16 @@ def attention_site(
     if binding is None or not when:
         return LOCAL_ATTENTION
     return AttentionSite(binding, streams, streams if kv is None else kv, layout)
+
+
+def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """`tensors` as they are, or under autocast, where norms leave float32 behind, as attention will cast them."""
+    if len({tensor.dtype for tensor in tensors}) == 1:
+        return tensors
+    device = tensors[0].device.type
+    if not torch.is_autocast_enabled(device):
+        raise ValueError(f"query, key and value differ in dtype: {', '.join(str(t.dtype) for t in tensors)}")
+    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
 
 
 def _heads_of(rows: Tensor, index: int, part: HeadPart) -> Tensor:

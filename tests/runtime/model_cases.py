@@ -213,3 +213,12 @@ def with_image_prompt(emitted: Emitted, probe: Probe) -> tuple[float, float]:
     ours_, theirs = averaged(gradients(model)), gradients(reference)
     assert any("to_k_ip" in name for name in ours_)
     return float((outputs[0] - outputs[1]).abs().max()), worst(ours_, theirs)
+
+
+def under_autocast(emitted: Emitted, probe: Probe) -> float:
+    """Relative difference to the reference, both under autocast: queries are float32 there, values bfloat16."""
+    reference, model = bound(emitted, probe, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        ours, theirs = (run(each, inputs_of(probe, torch.float32)) for each in (model, reference))
+    loss_of(ours.double()).backward()
+    return float((ours.float() - theirs.float()).detach().abs().max() / theirs.detach().float().abs().max())

@@ -21,6 +21,7 @@ from .model_cases import (
     refused_when_compiled,
     replaced_module,
     traffic,
+    under_autocast,
     with_image_prompt,
     with_lora,
 )
@@ -174,6 +175,13 @@ def test_flux_image_prompts(tmp_path: Path, pool: WorkerPool) -> None:
 def test_bfloat16(tiny: Emitted, pool: WorkerPool) -> None:
     for error in pool.run(mixed_precision, tiny, tiny.probe(), world_size=2):
         assert error < 0.05
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather"])
+def test_autocast(tmp_path: Path, pool: WorkerPool, strategy: str) -> None:
+    emitted = emit(tmp_path, WAN, 2, strategy)
+    for error in pool.run(under_autocast, emitted, emitted.probe(), world_size=2):
+        assert error < 0.02  # of bfloat16's 2**-8, some roundings fall the other way
 
 
 # Compilation
