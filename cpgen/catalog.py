@@ -7,11 +7,13 @@ from typing import Any
 
 from cpgen import resources
 from cpgen.diagnostics import CpgenError
+from cpgen.disk import read_package
 from cpgen.drift import find_packages
-from cpgen.native_plan import has_native_plan
+from cpgen.native_plan import has_native_plan, native_plan
 from cpgen.package import STRATEGIES, read_plan
 from cpgen.plan import Plan, Shard
 from cpgen.source import SourceTree, exported_models
+from cpgen.surgery.operate import operate
 from cpgen.target import find_target, snake_case
 
 
@@ -22,7 +24,7 @@ def catalog(out: Path) -> list[dict[str, Any]]:
     """
     tree = SourceTree()
     plans = resources.shipped_plans()
-    emitted = set(find_packages(out))
+    emitted = {name for name in find_packages(out) if _is_whole(out / name)}
     rows = []
     for model, module in sorted(exported_models(tree).items()):
         if not module.startswith("diffusers.models.transformers."):
@@ -87,8 +89,20 @@ def _when(shard: Shard) -> str:
     return text + (", may be None" if shard.optional else "")
 
 
+def _is_whole(folder: Path) -> bool:
+    """Whether every file of the package is there: a repository may leave out those made from upstream's source."""
+    manifest = read_package(folder).manifest
+    return manifest is not None and all((folder / name).is_file() for name in manifest["outputs"])
+
+
 def _has_own(model: str, tree: SourceTree) -> bool:
+    """Whether the class has a _cp_plan that can be emitted."""
     try:
-        return has_native_plan(find_target(model, tree))
+        target = find_target(model, tree)
+        if not has_native_plan(target):
+            return False
+        for strategy in STRATEGIES:
+            operate(target, native_plan(target, tree), strategy, "cpgen.runtime", tree)
     except CpgenError:
         return False
+    return True

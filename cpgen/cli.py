@@ -36,12 +36,19 @@ def cli() -> None:
 @click.option(
     "--model", "models", multiple=True, metavar="M", help="Class of diffusers, package.module:Class, or file.py:Class."
 )
-@click.option("--cp", type=int, metavar="N", help="Context-parallel degree.")
-@click.option("--strategy", default="ulysses", show_default=True, metavar="S", help="ulysses or allgather.")
-@click.option("--ulysses-degree", type=int, metavar="K", help="Inner degree of the hybrid strategy.")
-@click.option("--outer", metavar="S", help="Outer strategy of hybrid: allgather or ring.")
-@click.option("--load-balance", is_flag=True, help="Cut causal attention so that ranks do equal work.")
-@click.option("--tp", type=int, default=1, show_default=True, metavar="N", help="Tensor-parallel degree.")
+@click.option("--cp", type=int, metavar="N", help="Context-parallel degree  [default: as the package was emitted].")
+@click.option("--strategy", metavar="S", help="ulysses (default) or allgather.")
+@click.option("--ulysses-degree", type=int, metavar="K", help="For the hybrid strategy: not available yet.")
+@click.option("--outer", metavar="S", help="For the hybrid strategy: not available yet.")
+@click.option("--load-balance", is_flag=True, help="Not available yet.")
+@click.option(
+    "--tp",
+    type=int,
+    default=1,
+    show_default=True,
+    metavar="N",
+    help="Tensor-parallel degree: more than 1 is not available yet.",
+)
 @click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="Plan to use instead of the shipped one.")
 @click.option("--package", metavar="NAME", help="Package name  [default: from the class name].")
 @OUT
@@ -53,7 +60,7 @@ def cli() -> None:
 def emit(
     models: tuple[str, ...],
     cp: int | None,
-    strategy: str,
+    strategy: str | None,
     ulysses_degree: int | None,
     outer: str | None,
     load_balance: bool,
@@ -81,8 +88,6 @@ def emit(
         raise fail("CP403", "--load-balance is not available", note=note)
     if everything == bool(models):
         raise click.UsageError("give --model M (or more of them), or --all")
-    if not everything and cp is None:
-        raise click.UsageError("--cp N is missing: the context-parallel degree")
     if everything and (cp is not None or plan is not None or package is not None):
         raise click.UsageError(
             "--all emits packages as their manifests say: --cp, --plan and --package go with --model"
@@ -95,9 +100,10 @@ def emit(
         requests = _requests_in(out)
         if not requests:
             click.echo(f"no packages in {out}", err=True)
+    elif cp is None:
+        requests = [_request_again(model, plan, package, out, strategy) for model in models]
     else:
-        assert cp is not None
-        requests = [Request(model, cp, strategy, tp, plan, package, vendor_runtime) for model in models]
+        requests = [Request(model, cp, strategy or "ulysses", tp, plan, package, vendor_runtime) for model in models]
     tree = SourceTree()
     packages = [generate(request, out, tree) for request in requests]
     report = []
@@ -108,10 +114,15 @@ def emit(
             path = (out / item.name / file).as_posix()
             added, removed = counts.get(file, (0, 0))
             click.echo(f"{'would write' if dry_run else 'wrote'} {path} (+{added} -{removed})", err=True)
-            if not as_json:
+            if not as_json and not sys.stdout.isatty():  # on a terminal the line above says it
                 click.echo(path)
         if not changed:
             click.echo(f"{(out / item.name).as_posix()} is up to date", err=True)
+        if changed and item.plan.name.endswith("(_cp_plan)"):
+            click.echo(f"  = note: {item.plan.name} has no probes, so nothing has proven {item.name}", err=True)
+            click.echo(
+                "  = help: write a plan with probes (docs/plans.md), emit with it, and run cpgen verify", err=True
+            )
         report.append(
             {"package": item.name, "model": item.target.class_name, "files": sorted(item.files), "changed": changed}
         )
@@ -219,7 +230,7 @@ def plan_show(model: str, path: Path | None) -> None:
 @click.option("--model", metavar="M", help="The class, where the plan is for one that diffusers does not export.")
 def plan_lint(file: Path, model: str | None) -> None:
     """Check a plan: its form, and that all it names is in the source."""
-    from cpgen.package import STRATEGIES, find_plan, read_plan
+    from cpgen.package import STRATEGIES, check_probes, default_heads, find_plan, read_plan
     from cpgen.source import SourceTree
     from cpgen.surgery.operate import operate
     from cpgen.target import find_target
@@ -230,7 +241,11 @@ def plan_lint(file: Path, model: str | None) -> None:
     checked = find_plan(target, file, tree)
     for strategy in STRATEGIES:
         operate(target, checked, strategy, "cpgen.runtime", tree)
+    default_heads(target, checked)
+    check_probes(target, checked)
     click.echo(f"{file.as_posix()}: fits {target.module.label}, {len(checked.probes)} probes", err=True)
+    if not checked.probes:
+        click.echo("  = note: without probes cpgen verify has nothing to run: nothing is proven", err=True)
 
 
 @plan.command("infer")
@@ -304,12 +319,30 @@ def _requests_in(out: Path, names: list[str] | None = None) -> list[Request]:
     return requests
 
 
+def _request_again(model: str, plan: Path | None, package: str | None, out: Path, strategy: str | None) -> Request:
+    """The request that wrote the model's package, for an emit that does not repeat its degree."""
+    from dataclasses import replace
+
+    from cpgen.drift import find_packages
+    from cpgen.target import snake_case
+
+    name = package or snake_case(model.rpartition(":")[2])
+    if name not in find_packages(out):
+        raise click.UsageError(
+            f"--cp N is missing: the context-parallel degree ({out} has no package {name} to repeat)"
+        )
+    (known,) = _requests_in(out, [name])
+    return replace(known, model=model, plan=plan or known.plan, strategy=strategy or known.strategy)
+
+
 def _package_names(given: tuple[str, ...], everything: bool, out: Path, known: list[str]) -> list[str]:
+    from cpgen.diagnostics import fail
+
     if everything:
         if given:
             raise click.UsageError("give package names or --all, not both")
         if not known:
-            click.echo(f"no packages in {out}", err=True)
+            raise fail("CP205", f"no packages in {out}", help="run it where that directory is, or name it with --out")
         return known
     if not given:
         raise click.UsageError("give a package name, or --all")
@@ -356,6 +389,10 @@ def main(arguments: list[str] | None = None) -> Any:
     from cpgen.diagnostics import CpgenError
 
     stdout = sys.stdout
+    if str(Path.cwd()) not in sys.path:
+        sys.path.append(
+            str(Path.cwd())
+        )  # for package.module:Class, as python -m has it; last, so that it hides nothing
     try:
         cli.main(args=arguments, prog_name="cpgen", standalone_mode=False)
     except click.exceptions.Exit as exit_:

@@ -18,6 +18,7 @@ from cpgen.surgery.functions import Function, attention_function, method, submod
 from cpgen.target import Target
 
 LATENT, TEXT = "hidden_states", "encoder_hidden_states"  # diffusers' names for the two usual streams
+_WRITTEN_OUT = ("softmax", "MultiheadAttention", "flash_attn_func", "flash_attn_varlen_func", "flex_attention")
 _TEXT_WORDS = ("encoder", "context", "txt", "text", "cap")
 
 
@@ -247,6 +248,14 @@ class _Reader:
                 continue
             sites = [self._site(i, call, function) for i, call in enumerate(calls) if isinstance(call, ast.Call)]
             functions.append(AttentionFunction(name, tuple(sites)))
+        if not any(site.streams for function in functions for site in function.sites):
+            self.find(
+                self.target.node, "no attention call in this file has a parallel_config: nothing would be exchanged"
+            )
+        for call in ast.walk(self.target.module.tree):
+            called = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
+            if called in _WRITTEN_OUT:
+                self.find(call, f"{called} may be attention written out, which diffusers' convention does not cover")
         return functions
 
     def _site(self, number: int, call: ast.Call, function: Function) -> Site:

@@ -16,12 +16,13 @@ from packaging.version import InvalidVersion, Version
 
 import cpgen
 from cpgen import resources
-from cpgen.diagnostics import did_you_mean, fail
+from cpgen.diagnostics import CpgenError, Finding, did_you_mean, fail
 from cpgen.native_plan import has_native_plan, native_plan
 from cpgen.plan import Plan
 from cpgen.plan_loader import is_name, load_plan
 from cpgen.source import SourceTree, diffusers_version
 from cpgen.surgery.edits import Insertion
+from cpgen.surgery.functions import method
 from cpgen.surgery.operate import EditedFile, Operation, operate
 from cpgen.target import RESERVED_FILES, Target, find_target, snake_case
 
@@ -99,7 +100,8 @@ def find_plan(target: Target, path: Path | None, tree: SourceTree) -> Plan:
             "CP110",
             f"no plan for {target.class_name}",
             note="it is not shipped, and the class has no _cp_plan of its own",
-            help=f"write one and pass --plan FILE, or let cpgen try: cpgen plan infer --model {target.spec}",
+            help=f"write one (docs/plans.md) and pass --plan FILE; cpgen plan infer --model {target.spec} will write "
+            f"plans in a later version",
         )
     if plan.diffusers is not None:
         _check_version(plan, diffusers_version(tree))
@@ -185,6 +187,23 @@ def default_heads(target: Target, plan: Plan) -> int | None:
                 message = f"'{plan.heads}' (the plan's heads) is not an argument of {target.class_name}"
                 raise fail("CP104", message, note=hint or f"its constructor is at {target.module.label}:{node.lineno}")
     return None
+
+
+def check_probes(target: Target, plan: Plan) -> None:
+    """Raise CpgenError for names in probes that the constructor or forward does not have."""
+    findings = []
+    for kind, name in (("config", "__init__"), ("inputs", "forward")):
+        function = method(target.module, target.node, name)
+        if function is None or function.node.args.kwarg is not None:
+            continue
+        for probe in plan.probes:
+            for key in getattr(probe, kind):
+                if key not in function.parameters:
+                    message = f"probe '{probe.name}': '{key}' is not an argument of {target.class_name}.{name}"
+                    note = did_you_mean(key, function.parameters)
+                    findings.append(Finding("CP104", message, note=note))
+    if findings:
+        raise CpgenError(findings)
 
 
 def _check_version(plan: Plan, version: str) -> None:

@@ -198,7 +198,17 @@ class SourceTree:
 def read_source(path: Path, label: str) -> str:
     """The text of a Python file with LF line ends. Raises CpgenError if it cannot be read as UTF-8."""
     try:
-        return path.read_bytes().decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
+        content = path.read_bytes()
+        for line in content.split(b"\n", 2)[:2]:
+            declared = re.match(rb"^[ \t\f]*#.*?coding[:=][ \t]*([-\w.]+)", line)
+            if declared and declared[1].decode().lower().replace("_", "-") not in (
+                "utf-8",
+                "utf8",
+                "ascii",
+                "us-ascii",
+            ):
+                raise fail("CP303", f"{label} declares another encoding than UTF-8: {declared[1].decode()}")
+        return content.decode("utf-8-sig").replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
         raise fail("CP303", f"cannot read {label}: {error.strerror}") from None
     except UnicodeDecodeError:

@@ -31,6 +31,7 @@ class AttentionSite:
         self._layout = layout
         self._heads: list[HeadPart] = []
         self._region: Region | None = None
+        self._batch = 0
 
     def seq_to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Trade tokens for heads: from this rank's tokens with all heads to all tokens with this rank's heads.
@@ -173,6 +174,9 @@ class AttentionSite:
     def _resolve(self, query: Tensor) -> Region:
         tokens = query.shape[self._layout.index("S")]
         region = self._binding.region_of(self._streams, tokens)
+        if not torch.compiler.is_compiling():
+            region.exchanged = True
+        self._batch = query.shape[0]
         self._check_tokens("query", query, region, self._streams)
         self._region = region
         return region
@@ -194,7 +198,8 @@ class AttentionSite:
 
     def _is_key_mask(self, mask: Tensor) -> bool:
         # diffusers' dispatcher reads a 2-D mask as (B, S); torch's own function, used with BHSD, as (S, S).
-        return mask.ndim == 1 or (mask.ndim == 2 and self._layout == "BSHD")
+        # Under (S, S) the dispatcher takes a 2-D mask for a key mask as well, where the first size is the batch's.
+        return mask.ndim == 1 or (mask.ndim == 2 and self._layout == "BSHD" and mask.shape[0] == self._batch)
 
     def _check_mask(self, mask: Any) -> None:
         region = self._resolved()

@@ -40,6 +40,19 @@ class Binding:
         self._attention: list[torch.nn.Module] = []
         self._seen: set[tuple[tuple[str, int], ...]] = set()
 
+    @property
+    def has_attention(self) -> bool:
+        """Whether there are blocks at all: a model of no layers has nothing to exchange."""
+        return any(True for blocks in self._blocks for _ in blocks.children())
+
+    def drops_out(self) -> bool:
+        """Whether a dropout in the blocks is active."""
+        return any(
+            isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0
+            for blocks in self._blocks
+            for module in blocks.modules()
+        )
+
     def check_attention(self) -> None:
         """Raise ValueError if a block's attention runs a processor, or is a module, without context-parallel calls."""
         if torch.compiler.is_compiling():
@@ -133,6 +146,8 @@ def begin_region(model: torch.nn.Module) -> Region | LocalRegion:
     binding.check_attention()
     region = Region(binding)
     binding.region = region
+    if not torch.compiler.is_compiling() and model.training and binding.drops_out():
+        region.fork_rng()
     return region
 
 

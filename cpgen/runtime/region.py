@@ -23,6 +23,18 @@ class Region:
     def __init__(self, binding: Binding) -> None:
         self.binding = binding
         self.lengths: dict[str, int] = {}
+        self.exchanged = False  # whether an attention call has looked past this rank's tokens
+        self._outer_rng: list[Tensor] | None = None
+
+    def fork_rng(self) -> None:
+        """Draw random numbers of this rank's own until the region ends (for dropout).
+
+        Ranks hold unequal parts, so they draw unequally much. What follows the region, such as the next step's noise,
+        must still be the same on all of them.
+        """
+        seed = int(torch.randint(2**62, (1,)))
+        self._outer_rng = _rng_states()
+        torch.manual_seed(seed + self.binding.rank)
 
     def shard(
         self,
@@ -173,10 +185,34 @@ class Region:
             )
         rows = pad_rows(tensor.movedim(dim, 0), max(sizes))
         if replicated:
+            self._end()
             whole = all_gather_replicated(rows, binding.degree, binding.rank, binding.group)
         else:
             whole = all_gather(rows, binding.degree, binding.group)
         return drop_padding(whole, sizes).movedim(0, dim).contiguous()
+
+    def _end(self) -> None:
+        if torch.compiler.is_compiling():
+            return
+        if not self.exchanged and self.binding.has_attention:
+            raise ValueError(
+                f"{self.binding.model_name}: no attention call exchanged tokens in this forward, so each rank attended "
+                f"to its own part only. Its attention is in none of the functions that the plan describes"
+            )
+        if self._outer_rng is not None:
+            _set_rng_states(self._outer_rng)
+            self._outer_rng = None
+
+
+def _rng_states() -> list[Tensor]:
+    on_gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_available() and torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
+    return [torch.get_rng_state(), *on_gpu]
+
+
+def _set_rng_states(states: list[Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    if len(states) > 1:
+        torch.cuda.set_rng_state(states[1])
 
 
 class _Pinned:

@@ -68,6 +68,14 @@ def _site_edits(
     if module == "self" and function.node.name == "__call__":
         find(f"{function.owner.name}.__call__ has no parameter 'attn', the attention module that it works for")
     statement = function.statement_of(call)
+    if any(isinstance(argument, ast.Starred) for argument in call.args) or any(k.arg is None for k in call.keywords):
+        find("the call takes * or ** arguments: a mask or a causal flag could hide in them")
+        return []
+    if not isinstance(statement, _SIMPLE_STATEMENTS) or _may_not_run(call, statement, function):
+        find(
+            "the call must stand in a statement of its own, which always runs it: not in a condition or a branch of one"
+        )
+        return []
     tensors = [_argument(call, position, name) for position, name in enumerate(("query", "key", "value"))]
     if not all(isinstance(tensor, ast.Name) for tensor in tensors):
         find("query, key and value of the call must be variables")
@@ -98,7 +106,7 @@ def _site_edits(
         code = f"{key}, {value} = {cp}.gather_kv({query}, {key}, {value})"
         edits.append(Insertion(statement.lineno, indent, code, "keys and values of all tokens"))
         rebound = (key, value)
-    later = _later_use(function, statement, rebound)
+    later = _later_use(function, call, statement, rebound)
     if later is not None:
         find(f"'{later.id}' is used again at line {later.lineno}, where it would be the exchanged one")
     mask = _argument(call, 3, "attn_mask")
@@ -183,9 +191,31 @@ def _argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
     return call.args[position] if position < len(call.args) else None
 
 
-def _later_use(function: Function, statement: ast.stmt, names: tuple[str, ...]) -> ast.Name | None:
-    """A read of one of `names` behind `statement`, other than of its dtype or device, ahead of its next assignment."""
+_SIMPLE_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
+
+
+def _may_not_run(call: ast.Call, statement: ast.stmt, function: Function) -> bool:
+    node: ast.AST = call
+    while node is not statement:
+        node = function.parents[node]
+        if isinstance(node, (ast.IfExp, ast.BoolOp)):
+            return True
+    return False
+
+
+def _later_use(function: Function, call: ast.Call, statement: ast.stmt, names: tuple[str, ...]) -> ast.Name | None:
+    """A read of one of `names` that would see the exchanged tensor: beside the call in its statement, in a function
+    inside this one, or behind the statement and ahead of the next assignment. Its dtype and device may be read.
+    """
     end = statement.end_lineno or statement.lineno
+    inside_call = set(ast.walk(call))
+    inner = {
+        node
+        for part in ast.walk(function.node)
+        if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and part is not function.node
+        for node in ast.walk(part)
+        if not _binds(part, names)
+    }
     reassigned: dict[str, int] = {}
     for node in ast.walk(function.node):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.lineno > end and node.id in names:
@@ -193,7 +223,9 @@ def _later_use(function: Function, statement: ast.stmt, names: tuple[str, ...]) 
     for node in ast.walk(function.node):
         if not (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names):
             continue
-        if node.lineno <= end or node.lineno > reassigned.get(node.id, node.lineno):
+        beside = statement.lineno <= node.lineno <= end and node not in inside_call
+        behind = end < node.lineno <= reassigned.get(node.id, node.lineno)
+        if not (beside or behind or node in inner):
             continue
         parent = function.parents[node]
         if isinstance(parent, ast.Attribute) and parent.attr in ("dtype", "device"):
@@ -202,3 +234,9 @@ def _later_use(function: Function, statement: ast.stmt, names: tuple[str, ...]) 
             continue
         return node
     return None
+
+
+def _binds(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, names: tuple[str, ...]) -> bool:
+    """Whether an inner function has parameters of these names, which are then its own."""
+    args = function.args
+    return any(arg.arg in names for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs))

@@ -125,6 +125,17 @@ def attention_function(node: ast.AST) -> str | None:
     return name if name in ATTENTION_LAYOUT else None
 
 
+def attention_references(module: SourceModule) -> list[ast.expr]:
+    """Every mention of an attention function in a file: by its name, an alias from an import, or an attribute."""
+    aliases = {name for name, (_, inner) in module.imported.items() if inner in ATTENTION_LAYOUT}
+    found: list[ast.expr] = []
+    for node in ast.walk(module.tree):
+        named = isinstance(node, ast.Name) and (node.id in ATTENTION_LAYOUT or node.id in aliases)
+        if isinstance(node, ast.expr) and (named or getattr(node, "attr", None) in ATTENTION_LAYOUT):
+            found.append(node)
+    return found
+
+
 def is_self_attribute(node: ast.AST, attribute: str) -> bool:
     return (
         isinstance(node, ast.Attribute)
@@ -135,8 +146,8 @@ def is_self_attribute(node: ast.AST, attribute: str) -> bool:
 
 
 def method(module: SourceModule, owner: ast.ClassDef, name: str) -> Function | None:
-    """The method `name` that `owner` itself defines, or None."""
-    for node in owner.body:
+    """The method `name` that `owner` itself defines, or None. Of several, the last: that is the one that runs."""
+    for node in reversed(owner.body):
         if isinstance(node, ast.FunctionDef) and node.name == name:
             return Function(module, owner, node)
     return None

@@ -6,14 +6,14 @@ import ast
 import itertools
 from dataclasses import dataclass
 
-from cpgen.diagnostics import CpgenError, Finding, did_you_mean, fail
+from cpgen.diagnostics import CpgenError, Finding, Location, did_you_mean, fail
 from cpgen.plan import AttentionFunction, Plan
 from cpgen.source import SourceModule, SourceTree
 from cpgen.surgery.attention_edits import attention_edits
 from cpgen.surgery.carry import carried_file, close_over
-from cpgen.surgery.edits import Edit, Insertion, Wrap, apply_edits
+from cpgen.surgery.edits import MARK, Edit, Insertion, Wrap, apply_edits
 from cpgen.surgery.erase import difference
-from cpgen.surgery.functions import Function, method, submodules
+from cpgen.surgery.functions import Function, attention_references, method, submodules
 from cpgen.surgery.imports import Carried, import_rewrites
 from cpgen.surgery.region_edits import plan_location, region_edits
 from cpgen.target import Target
@@ -52,6 +52,10 @@ def operate(target: Target, plan: Plan, strategy: str, runtime: str, tree: Sourc
     """
     findings: list[Finding] = []
     main = target.module
+    if MARK in main.text:
+        line = next(i for i, text in enumerate(main.lines) if MARK in text)
+        place = Location(main.label, line + 1, 1, 1, main.lines[line].rstrip("\n"))
+        raise fail("CP503", f"{main.label} holds marked edits of cpgen already", place, help="emit from the original")
     _check_class(target, plan, findings)
     owners = {entry.owner: _owner(entry, target, tree, findings) for entry in plan.attention}
     edits: dict[str, list[Edit]] = {main.name: []}
@@ -83,7 +87,7 @@ def operate(target: Target, plan: Plan, strategy: str, runtime: str, tree: Sourc
             imported.setdefault(module.name, set()).add("attention_site")
         if function.node.name == "__call__":
             processors.append(Processor(module.path.stem, entry.owner))
-    _check_described(target, plan, findings)
+    _check_described(target, plan, [function for function in owners.values() if function is not None], findings)
     if findings:
         raise CpgenError(findings)
     carried = close_over(carried, main, tree)
@@ -141,23 +145,41 @@ def _check_class(target: Target, plan: Plan, findings: list[Finding]) -> None:
             findings.append(Finding("CP104", message, place, hint=hint, note="named in the plan's blocks"))
 
 
-def _check_described(target: Target, plan: Plan, findings: list[Finding]) -> None:
-    """Every module of the model's file that attends in its own forward is in the plan, or said to be outside."""
-    described = {entry.owner for entry in plan.attention} | set(plan.outside)
-    for name, node in target.module.definitions.items():
-        if not isinstance(node, ast.ClassDef) or name in described:
+def _check_described(target: Target, plan: Plan, functions: list[Function], findings: list[Finding]) -> None:
+    """Every mention of an attention function in the model's file is a described call, or said to be outside.
+
+    Processors that the plan leaves out are allowed: a bound model refuses to run them.
+    """
+    module = target.module
+    described = {
+        call.func for function in functions if function.module is module for call in function.attention_calls()
+    }
+    planned = {entry.owner for entry in plan.attention}
+    references = [node for node in attention_references(module) if node not in described]
+    for owner in module.tree.body if references else []:
+        name = getattr(owner, "name", "")
+        processor = isinstance(owner, ast.ClassDef) and method(module, owner, "forward") is None
+        if name in plan.outside or (processor and name not in planned):
             continue
-        function = method(target.module, node, "forward")
-        calls = function.attention_calls() if function is not None else []
-        if calls:
+        inside = set(ast.walk(owner))
+        for node in references:
+            if node not in inside:
+                continue
+            has_forward = isinstance(owner, ast.ClassDef) and not processor
+            where = f"{name}.forward" if has_forward else name or module.label
             findings.append(
                 Finding(
                     "CP501",
-                    f"{name}.forward attends, but the plan does not describe it",
-                    target.module.location(calls[0]),
+                    f"{where} attends, but the plan does not describe it",
+                    module.location(node),
                     help=f"describe it under 'attention', or list {name} under 'outside' if it runs outside the region",
                 )
             )
+    for function in functions:
+        same = [n for n in function.module.tree.body if getattr(n, "name", None) == function.owner.name]
+        if len(same) > 1:
+            message = f"{function.owner.name} is defined {len(same)} times"
+            findings.append(Finding("CP504", message, function.module.location(same[-1])))
     for name in plan.outside:
         if name not in target.module.definitions:
             hint = did_you_mean(name, target.module.definitions)

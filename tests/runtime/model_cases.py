@@ -222,3 +222,24 @@ def under_autocast(emitted: Emitted, probe: Probe) -> float:
         ours, theirs = (run(each, inputs_of(probe, torch.float32)) for each in (model, reference))
     loss_of(ours.double()).backward()
     return float((ours.float() - theirs.float()).detach().abs().max() / theirs.detach().float().abs().max())
+
+
+def draws_after_dropout(emitted: Emitted, probe: Probe) -> tuple[float, float, bool]:
+    """With active dropout: a number drawn before and after a step, and whether the output was finite."""
+    _, model = bound(emitted, probe)
+    model.train()
+    torch.manual_seed(5)
+    before = float(torch.rand(1))
+    output = run(model, inputs_of(probe))
+    loss_of(output).backward()
+    return before, float(torch.rand(1)), bool(output.isfinite().all())
+
+
+def with_pair_mask(emitted: Emitted, probe: Probe, tokens: int) -> float:
+    """Flux with a 2-D bias over pairs of tokens, which both the dispatcher and torch take as (queries, keys)."""
+    reference, model = bound(emitted, probe)
+    bias = torch.randn(tokens, tokens, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    outputs = [
+        run(m, inputs_of(probe) | {"joint_attention_kwargs": {"attention_mask": bias}}) for m in (reference, model)
+    ]
+    return float((outputs[0] - outputs[1]).detach().abs().max())

@@ -14,6 +14,7 @@ from .emitted import TINY, Emitted, emit
 from .model_cases import (
     compiled,
     copied,
+    draws_after_dropout,
     interleaved,
     message_for,
     mixed_precision,
@@ -24,6 +25,7 @@ from .model_cases import (
     under_autocast,
     with_image_prompt,
     with_lora,
+    with_pair_mask,
 )
 
 WAN, FLUX = "WanTransformer3DModel", "FluxTransformer2DModel"
@@ -177,9 +179,27 @@ def test_bfloat16(tiny: Emitted, pool: WorkerPool) -> None:
         assert error < 0.05
 
 
+def test_dropout_leaves_the_random_state_of_peers_equal(tmp_path: Path, pool: WorkerPool) -> None:
+    # 7 + 45 tokens: the ranks' parts differ in length, so they draw unequally much.
+    emitted = emit(tmp_path, "CogVideoXTransformer3DModel", 2)
+    probe = emitted.probe("masked")
+    probe = replace(probe, config=probe.config | {"dropout": 0.3})
+    results = pool.run(draws_after_dropout, emitted, probe, world_size=2)
+    assert results[0] == results[1]
+    assert results[0][0] != results[0][1] and results[0][2]
+
+
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather"])
+def test_a_mask_of_pairs_without_batch(tmp_path: Path, pool: WorkerPool, strategy: str) -> None:
+    emitted = emit(tmp_path, FLUX, 2, strategy)
+    for difference in pool.run(with_pair_mask, emitted, emitted.probe("joint"), 22, world_size=2):
+        assert difference <= TOLERANCE
+
+
 @pytest.mark.parametrize("strategy", ["ulysses", "allgather"])
 def test_autocast(tmp_path: Path, pool: WorkerPool, strategy: str) -> None:
-    emitted = emit(tmp_path, WAN, 2, strategy)
+    # HunyuanVideo's query and key are float32 under autocast, its value bfloat16.
+    emitted = emit(tmp_path, "HunyuanVideoTransformer3DModel", 2, strategy)
     for error in pool.run(under_autocast, emitted, emitted.probe(), world_size=2):
         assert error < 0.02  # of bfloat16's 2**-8, some roundings fall the other way
 

@@ -7,13 +7,16 @@ from pathlib import Path
 
 import pytest
 
+from cpgen.diagnostics import CpgenError
 from cpgen.package import STRATEGIES, find_plan
+from cpgen.plan import Probe
 from cpgen.source import SourceTree
 from cpgen.target import find_target
 from cpgen.verify.pool import WorkerPool
 from cpgen.verify.run import PackageToVerify, verify
 
 from .emitted import emit
+from .third_party import HIDDEN, write
 
 PROBES = {
     "WanTransformer3DModel": ["text-to-video", "image-to-video", "timestep-per-token", "one-block"],
@@ -75,3 +78,33 @@ def test_verify_needs_probes(tmp_path: Path, pool: WorkerPool) -> None:
     (result,) = verify([package], [2], ["ulysses"], pool=pool)
     assert not result.ok
     assert "no probes" in (result.error or "")
+
+
+@pytest.mark.parametrize("how", HIDDEN)
+def test_attention_that_is_not_seen_is_an_error(tmp_path: Path, how: str) -> None:
+    path = write(tmp_path, *HIDDEN[how])
+    with pytest.raises(CpgenError) as caught:
+        emit(tmp_path, f"{path}:Model", 2)
+    assert {finding.code for finding in caught.value.findings} <= {"CP111", "CP501"}
+
+
+def test_a_third_party_class_without_any_config(tmp_path: Path, pool: WorkerPool) -> None:
+    path = write(tmp_path)
+    probe = Probe("odd", {}, {"x": {"shape": [2, 9, 8]}})
+    emitted = emit(tmp_path / "ulysses-cp2", f"{path}:Model", 2)
+    package = PackageToVerify(emitted.name, tmp_path, replace(emitted.plan, probes=(probe,)), emitted.reference)
+    (result,) = verify([package], [2], ["ulysses"], pool=pool)
+    assert result.error is None
+
+
+def test_a_forward_in_which_nothing_is_exchanged_is_an_error(tmp_path: Path, pool: WorkerPool) -> None:
+    """As where attention moved into a module that the source does not show."""
+    path = write(tmp_path)
+    emitted = emit(tmp_path / "ulysses-cp2", f"{path}:Model", 2)
+    file = tmp_path / "ulysses-cp2" / emitted.name / "third.py"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(line for line in lines if "_heads" not in line and "heads_to" not in line))
+    probe = Probe("odd", {}, {"x": {"shape": [2, 9, 8]}})
+    package = PackageToVerify(emitted.name, tmp_path, replace(emitted.plan, probes=(probe,)), emitted.reference)
+    (result,) = verify([package], [2], ["ulysses"], pool=pool)
+    assert "no attention call exchanged tokens in this forward" in (result.error or "")

@@ -683,7 +683,10 @@ def test_plan_that_does_not_fit_the_source(tmp_path: Path, forward: str, plan: d
     [
         (CALL.replace("attn, ", ""), "ulysses", "has no parameter 'attn'"),
         (CALL.replace("fn(query", "fn(attn.to_q(query)"), "ulysses", "must be variables"),
-        (CALL.replace("fn(query, key, value", "fn(*attn.qkv"), "ulysses", "must be variables"),
+        (CALL.replace("fn(query, key, value", "fn(*attn.qkv"), "ulysses", "takes * or ** arguments"),
+        (CALL.replace("value)\n    r", "value, **attn.options)\n    r"), "allgather", "takes * or ** arguments"),
+        (CALL.replace("value)\n    r", "value) * query.mean()\n    r"), "ulysses", "'query' is used again"),
+        (CALL.replace("value)\n    r", "value) if attn.on else key\n    r"), "ulysses", "a statement of its own"),
         (CALL.replace("return out", "return out + query"), "ulysses", "'query' is used again at line 8"),
         (
             CALL.replace("value)\n    r", "value, is_causal=True)\n    r"),
