@@ -112,7 +112,7 @@ def _axis_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
     if math.prod(sizes.values()) != world_size:
         product = " x ".join(f"{axis} {'?' if size == -1 else size}" for axis, size in sizes.items())
         if sizes["dp_shard"] == -1:
-            why = f"{world_size} is not a multiple of {others}"
+            why = f"{world_size} is not a multiple of {others}; start so many processes, or emit for another degree"
         else:
             why = f"the product is {math.prod(sizes.values())}"
         raise ValueError(f"a world size of {world_size} does not factor into {product}: {why}")
