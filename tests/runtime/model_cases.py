@@ -11,8 +11,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.tensor import DTensor
 
 from cpgen.plan import Probe
+from cpgen.probes import build_inputs
+from cpgen.verify.float64 import to_float64
 
 from .emitted import Emitted, gradients, inputs_of, loss_of, reference_and_model, worst
 from .exchange_cases import Traffic
@@ -243,3 +246,31 @@ def with_pair_mask(emitted: Emitted, probe: Probe, tokens: int) -> float:
         run(m, inputs_of(probe) | {"joint_attention_kwargs": {"attention_mask": bias}}) for m in (reference, model)
     ]
     return float((outputs[0] - outputs[1]).detach().abs().max())
+
+
+def over_data_ranks(emitted: Emitted, probe: Probe, data_parallel: str, axes: dict[str, int]) -> tuple[float, float]:
+    """Other data on each data rank: gradients against their mean in one process, and the clipped norm against its."""
+    from cpgen.runtime.mesh import data_rank
+
+    reference, model, package = reference_and_model(emitted, probe)
+    mesh = package.build_mesh("cpu", **axes)
+    model = package.parallelize(model, mesh, data_parallel=data_parallel, reduce_dtype=torch.float64)
+    rank, size = data_rank(mesh)
+
+    def inputs(seed: int) -> dict[str, Any]:
+        found: dict[str, Any] = to_float64(build_inputs(probe, seed))
+        return found
+
+    loss_of(run(model, inputs(rank))).backward()
+    for seed in range(size):
+        (loss_of(run(reference, inputs(seed))) / size).backward()
+    ours = {
+        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
+        for name, p in model.named_parameters()
+        if p.grad is not None
+    }
+    error = worst(ours, gradients(reference))
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
+    return error, float((norm - expected).abs() / expected)
