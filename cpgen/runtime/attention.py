@@ -175,7 +175,7 @@ class AttentionSite:
         tokens = query.shape[self._layout.index("S")]
         region = self._binding.region_of(self._streams, tokens)
         if not torch.compiler.is_compiling():
-            region.exchanged = True
+            self._binding.exchanged = True
         self._batch = query.shape[0]
         self._check_tokens("query", query, region, self._streams)
         self._region = region

@@ -35,6 +35,9 @@ class Binding:
         self.rank = rank
         self.region: Region | None = None
         self.pinned = False
+        # Whether an attention call has ever looked past this rank's tokens. Not of each forward: diffusers' caches may
+        # skip attention in some.
+        self.exchanged = False
         self._blocks = blocks
         self._processors = processors
         self._attention: list[torch.nn.Module] = []

@@ -23,7 +23,6 @@ class Region:
     def __init__(self, binding: Binding) -> None:
         self.binding = binding
         self.lengths: dict[str, int] = {}
-        self.exchanged = False  # whether an attention call has looked past this rank's tokens
         self._outer_rng: list[Tensor] | None = None
 
     def fork_rng(self) -> None:
@@ -194,7 +193,7 @@ class Region:
     def _end(self) -> None:
         if torch.compiler.is_compiling():
             return
-        if not self.exchanged and self.binding.has_attention:
+        if not self.binding.exchanged and self.binding.has_attention:
             raise ValueError(
                 f"{self.binding.model_name}: no attention call exchanged tokens in this forward, so each rank attended "
                 f"to its own part only. Its attention is in none of the functions that the plan describes"
