@@ -58,6 +58,7 @@ def batches(rank: int, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--save-every", type=int, default=10)
     parser.add_argument("--directory", default="runs/wan")
     options = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -75,6 +76,8 @@ def main() -> None:
 
     checkpoints = f"{options.directory}/checkpoints"
     done = load_checkpoint(checkpoints, model, optimizer) or 0
+    if dist.get_rank() == 0 and done:
+        print(f"resumed at step {done}", flush=True)
     rank, _ = data_rank(mesh)
     for step, (latents, text) in enumerate(batches(rank, done), start=done + 1):
         if step > options.steps:
@@ -90,7 +93,7 @@ def main() -> None:
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"step {step} loss {loss.item():.6f}", flush=True)
-        if step % 10 == 0:
+        if step % options.save_every == 0:
             save_checkpoint(checkpoints, model, optimizer, step=step, keep=2)
     save_pretrained(model, f"{options.directory}/exported")  # WanTransformer3DModel.from_pretrained loads it
     dist.destroy_process_group()
