@@ -26,6 +26,28 @@ OUT = click.option(
 JSON = click.option("--json", "as_json", is_flag=True, help="Print JSON on stdout.")
 
 
+class _SeveralValues(click.Command):
+    """Takes `--cp 2 4` and `--strategy ulysses allgather` for options that may be given several times."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        expanded: list[str] = []
+        option = ""
+        for arg in args:
+            if arg in ("--cp", "--strategy"):
+                option = arg
+            elif option and expanded[-1] != option and _is_value(option, arg):
+                expanded.append(option)
+            elif expanded and expanded[-1] != option:
+                option = ""
+            expanded.append(arg)
+        return super().parse_args(ctx, expanded)
+
+
+def _is_value(option: str, arg: str) -> bool:
+    # A package is never called a number, and would hardly be called like a strategy.
+    return arg.isdigit() if option == "--cp" else arg in ("ulysses", "allgather", "ring", "hybrid")
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"]})
 @click.version_option(cpgen.__version__, prog_name="cpgen")
 def cli() -> None:
@@ -261,12 +283,12 @@ def plan_infer(model: str, write: Path | None) -> None:
     )
 
 
-@cli.command()
+@cli.command(cls=_SeveralValues)
 @click.argument("packages", nargs=-1, metavar="[PACKAGE]...")
 @click.option("--model", "models", multiple=True, metavar="M", help="Verify this model without a package on disk.")
 @click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="With --model: the plan to use.")
-@click.option("--cp", "degrees", type=int, multiple=True, metavar="N", help="Degree; more than one may be given.")
-@click.option("--strategy", "strategies", multiple=True, metavar="S", help="Strategy; more than one may be given.")
+@click.option("--cp", "degrees", type=int, multiple=True, metavar="N", help="Degree, or several: --cp 2 4.")
+@click.option("--strategy", "strategies", multiple=True, metavar="S", help="Strategy, or several.")
 @click.option("--probe", "probes", multiple=True, metavar="NAME", help="Only these probes.")
 @click.option("--all", "everything", is_flag=True, help="Every model that has a shipped plan.")
 @click.option("--markdown", is_flag=True, help="Print a Markdown table, one row a model.")
