@@ -19,6 +19,7 @@ from typing import Any
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
 _RUNS_PER_GROUP = 10  # a case's device mesh leaves groups behind, with threads: they go with the group they came from
+_MAX_THREADS = 250  # of a worker; each gloo group that a case leaves behind has ten, and they slow all that follows
 _GRACE_SECONDS = 3.0  # how long the other ranks may take to fail by themselves once one has
 
 
@@ -71,6 +72,8 @@ class WorkerPool:
         world_size = self._size if world_size is None else world_size
         if not 1 <= world_size <= self._size:
             raise ValueError(f"world_size {world_size} is not in 1..{self._size}")
+        if any(_threads(worker.process) > _MAX_THREADS for worker in self._workers):
+            self.close()
         self._start()
         if world_size != self._world_size or self._runs_in_group == _RUNS_PER_GROUP:
             self._generation += 1
@@ -136,6 +139,13 @@ class WorkerPool:
                 self.close()
             raise WorkerError(failures)
         return results
+
+
+def _threads(process: BaseProcess) -> int:
+    try:
+        return sum(1 for _ in Path(f"/proc/{process.pid}/task").iterdir())
+    except OSError:  # not Linux, or it has ended
+        return 0
 
 
 def _forget_groups() -> None:
