@@ -10,9 +10,10 @@ from cpgen.diagnostics import CpgenError
 from cpgen.disk import read_package
 from cpgen.drift import find_packages
 from cpgen.native_plan import has_native_plan, native_plan
-from cpgen.package import STRATEGIES, read_plan
+from cpgen.package import read_plan
 from cpgen.plan import Plan, Shard
 from cpgen.source import SourceTree, exported_models
+from cpgen.strategy import EXCHANGES, STRATEGIES
 from cpgen.surgery.operate import operate
 from cpgen.target import find_target, snake_case
 
@@ -101,8 +102,8 @@ def _has_own(model: str, tree: SourceTree) -> bool:
         target = find_target(model, tree)
         if not has_native_plan(target):
             return False
-        for strategy in STRATEGIES:
-            operate(target, native_plan(target, tree), strategy, "cpgen.runtime", tree)
+        for exchange in EXCHANGES:
+            operate(target, native_plan(target, tree), exchange, "cpgen.runtime", tree)
     except CpgenError:
         return False
     return True

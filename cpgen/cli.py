@@ -59,18 +59,11 @@ def cli() -> None:
     "--model", "models", multiple=True, metavar="M", help="Class of diffusers, package.module:Class, or file.py:Class."
 )
 @click.option("--cp", type=int, metavar="N", help="Context-parallel degree  [default: as the package was emitted].")
-@click.option("--strategy", metavar="S", help="ulysses (default) or allgather.")
-@click.option("--ulysses-degree", type=int, metavar="K", help="For the hybrid strategy: not available yet.")
-@click.option("--outer", metavar="S", help="For the hybrid strategy: not available yet.")
-@click.option("--load-balance", is_flag=True, help="Not available yet.")
-@click.option(
-    "--tp",
-    type=int,
-    default=1,
-    show_default=True,
-    metavar="N",
-    help="Tensor-parallel degree: more than 1 is not available yet.",
-)
+@click.option("--strategy", metavar="S", help="ulysses (default), allgather, ring or hybrid.")
+@click.option("--ulysses-degree", type=int, metavar="K", help="Of hybrid: ranks that trade tokens for heads.")
+@click.option("--outer", metavar="S", help="Of hybrid, between those groups: allgather (default) or ring.")
+@click.option("--load-balance", is_flag=True, help="Cut streams in head-tail order, for causal attention.")
+@click.option("--tp", type=int, metavar="N", help="Tensor-parallel degree  [default: 1].")
 @click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="Plan to use instead of the shipped one.")
 @click.option("--package", metavar="NAME", help="Package name  [default: from the class name].")
 @OUT
@@ -86,7 +79,7 @@ def emit(
     ulysses_degree: int | None,
     outer: str | None,
     load_balance: bool,
-    tp: int,
+    tp: int | None,
     plan: Path | None,
     package: str | None,
     out: Path,
@@ -97,23 +90,27 @@ def emit(
     as_json: bool,
 ) -> None:
     """Write the parallel package of a model. All files or none; only what changed."""
-    from cpgen.diagnostics import fail
     from cpgen.disk import write_package
     from cpgen.package import Request, generate
     from cpgen.source import SourceTree
 
-    for given, option in ((ulysses_degree, "--ulysses-degree"), (outer, "--outer")):
-        if given is not None:
-            raise fail("CP403", f"{option} belongs to the hybrid strategy, which is not available")
-    if load_balance:
-        note = "it balances causal attention; in full attention every rank has equal work already"
-        raise fail("CP403", "--load-balance is not available", note=note)
     if everything == bool(models):
         raise click.UsageError("give --model M (or more of them), or --all")
-    if everything and (cp is not None or plan is not None or package is not None):
-        raise click.UsageError(
-            "--all emits packages as their manifests say: --cp, --plan and --package go with --model"
-        )
+    options = {
+        "cp": cp,
+        "strategy": strategy,
+        "ulysses_degree": ulysses_degree,
+        "outer": outer,
+        "load_balance": load_balance or None,
+        "tp": tp,
+        "plan": plan,
+        "package": package,
+        "vendor_runtime": vendor_runtime or None,
+    }
+    given: dict[str, Any] = {name: value for name, value in options.items() if value is not None}
+    if everything and given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise click.UsageError(f"--all emits packages as their manifests say: {names} can't be given with it")
     if package is not None and len(models) > 1:
         raise click.UsageError("--package names one package: give one --model")
     if plan is not None and len(models) > 1:
@@ -123,9 +120,9 @@ def emit(
         if not requests:
             click.echo(f"no packages in {out}", err=True)
     elif cp is None:
-        requests = [_request_again(model, plan, package, out, strategy) for model in models]
+        requests = [_request_again(model, out, given) for model in models]
     else:
-        requests = [Request(model, cp, strategy or "ulysses", tp, plan, package, vendor_runtime) for model in models]
+        requests = [Request(model, **given) for model in models]
     tree = SourceTree()
     packages = [generate(request, out, tree) for request in requests]
     report = []
@@ -252,8 +249,9 @@ def plan_show(model: str, path: Path | None) -> None:
 @click.option("--model", metavar="M", help="The class, where the plan is for one that diffusers does not export.")
 def plan_lint(file: Path, model: str | None) -> None:
     """Check a plan: its form, and that all it names is in the source."""
-    from cpgen.package import STRATEGIES, check_probes, default_heads, find_plan, read_plan
+    from cpgen.package import check_probes, default_heads, find_plan, read_plan
     from cpgen.source import SourceTree
+    from cpgen.strategy import EXCHANGES
     from cpgen.surgery.operate import operate
     from cpgen.target import find_target
 
@@ -261,8 +259,8 @@ def plan_lint(file: Path, model: str | None) -> None:
     tree = SourceTree()
     target = find_target(model or loaded.model, tree)
     checked = find_plan(target, file, tree)
-    for strategy in STRATEGIES:
-        operate(target, checked, strategy, "cpgen.runtime", tree)
+    for exchange in EXCHANGES:
+        operate(target, checked, exchange, "cpgen.runtime", tree)
     default_heads(target, checked)
     check_probes(target, checked)
     click.echo(f"{file.as_posix()}: fits {target.module.label}, {len(checked.probes)} probes", err=True)
@@ -341,20 +339,22 @@ def _requests_in(out: Path, names: list[str] | None = None) -> list[Request]:
     return requests
 
 
-def _request_again(model: str, plan: Path | None, package: str | None, out: Path, strategy: str | None) -> Request:
-    """The request that wrote the model's package, for an emit that does not repeat its degree."""
+def _request_again(model: str, out: Path, given: dict[str, Any]) -> Request:
+    """The request that wrote the model's package, with what is `given` in place of the old."""
     from dataclasses import replace
 
     from cpgen.drift import find_packages
     from cpgen.target import snake_case
 
-    name = package or snake_case(model.rpartition(":")[2])
+    name = given.get("package") or snake_case(model.rpartition(":")[2])
     if name not in find_packages(out):
         raise click.UsageError(
             f"--cp N is missing: the context-parallel degree ({out} has no package {name} to repeat)"
         )
     (known,) = _requests_in(out, [name])
-    return replace(known, model=model, plan=plan or known.plan, strategy=strategy or known.strategy)
+    if "strategy" in given:
+        known = replace(known, ulysses_degree=None, outer=None, load_balance=False)
+    return replace(known, model=model, **given)
 
 
 def _package_names(given: tuple[str, ...], everything: bool, out: Path, known: list[str]) -> list[str]:

@@ -21,13 +21,12 @@ from cpgen.native_plan import has_native_plan, native_plan
 from cpgen.plan import Plan
 from cpgen.plan_loader import is_name, load_plan
 from cpgen.source import SourceTree, diffusers_version
+from cpgen.strategy import Strategy, resolve
 from cpgen.surgery.edits import Insertion
 from cpgen.surgery.functions import method
 from cpgen.surgery.operate import EditedFile, Operation, operate
 from cpgen.target import RESERVED_FILES, Target, find_target, snake_case
 
-STRATEGIES = ("ulysses", "allgather")
-LATER_STRATEGIES = ("ring", "hybrid")
 MANIFEST = "MANIFEST.json"
 MANIFEST_FORMAT = 1
 
@@ -39,6 +38,9 @@ class Request:
     model: str
     cp: int
     strategy: str = "ulysses"
+    ulysses_degree: int | None = None  # of hybrid; None: chosen by cp and the number of heads
+    outer: str | None = None  # of hybrid: "allgather" (None) or "ring"
+    load_balance: bool = False
     tp: int = 1
     plan: Path | None = None
     package: str | None = None
@@ -68,9 +70,9 @@ def generate(request: Request, out: Path, tree: SourceTree | None = None) -> Pac
     plan = find_plan(target, request.plan, tree)
     name = request.package if request.package is not None else snake_case(target.class_name)
     _check_package_name(name)
-    _check_heads(request, target, plan)
+    strategy = _strategy(request, target, plan)
     runtime = "._runtime" if request.vendor_runtime else "cpgen.runtime"
-    operation = operate(target, plan, request.strategy, runtime, tree)
+    operation = operate(target, plan, strategy.exchange, runtime, tree)
     recorded = _recorded(request, target, out)
     command = _command(recorded, name, target)
     if not command.isprintable():
@@ -78,7 +80,7 @@ def generate(request: Request, out: Path, tree: SourceTree | None = None) -> Pac
     files: dict[str, str] = {}
     for file in operation.files:
         files[file.name] = _header(file.upstream.label, file.upstream.sha256, plan, command) + file.text
-    files |= _glue(request, target, plan, name, operation, runtime, command)
+    files |= _glue(request, strategy, target, plan, name, operation, runtime, command)
     if request.vendor_runtime:
         files |= {f"_runtime/{file}": text for file, text in resources.runtime_files().items()}
     files[MANIFEST] = _manifest(recorded, name, target, plan, operation, files, tree)
@@ -126,6 +128,9 @@ def request_from_manifest(manifest: dict[str, Any], folder: Path) -> Request:
             model=str(options["model"]),
             cp=int(options["cp"]),
             strategy=str(options["strategy"]),
+            ulysses_degree=None if options["ulysses_degree"] is None else int(options["ulysses_degree"]),
+            outer=None if options["outer"] is None else str(options["outer"]),
+            load_balance=bool(options["load_balance"]),
             tp=int(options["tp"]),
             plan=None if options["plan"] is None else folder / str(options["plan"]),
             package=str(manifest["package"]),
@@ -143,15 +148,10 @@ def request_from_manifest(manifest: dict[str, Any], folder: Path) -> Request:
 
 
 def _check_options(request: Request) -> None:
-    if request.strategy not in STRATEGIES:
-        later = request.strategy in LATER_STRATEGIES
-        message = (
-            f"strategy '{request.strategy}' is not available" if later else f"unknown strategy '{request.strategy}'"
-        )
-        note = did_you_mean(request.strategy, STRATEGIES) or f"strategies: {', '.join(STRATEGIES)}"
-        raise fail("CP403", message, note=note)
     if request.cp < 1:
         raise fail("CP403", f"--cp {request.cp} is not a degree: 1 or more")
+    if request.tp < 1:
+        raise fail("CP403", f"--tp {request.tp} is not a degree: 1 or more")
     if request.tp != 1:
         raise fail("CP403", f"--tp {request.tp}: tensor parallelism is not available", note="only --tp 1 is")
 
@@ -161,15 +161,27 @@ def _check_package_name(name: str) -> None:
         raise fail("CP402", f"{name!r} is not a package name", help="a Python identifier: letters, digits, underscores")
 
 
-def _check_heads(request: Request, target: Target, plan: Plan) -> None:
+def _strategy(request: Request, target: Target, plan: Plan) -> Strategy:
+    """The strategy with its degrees. Raises CpgenError where this model cannot have it."""
     heads = default_heads(target, plan)
-    if request.strategy == "ulysses" and heads is not None and request.cp > heads:
+    options = (request.strategy, request.cp, request.ulysses_degree, request.outer, request.load_balance)
+    strategy = resolve(*options, heads)
+    if heads is not None and strategy.ulysses_degree > heads:
+        option = "--cp" if request.strategy == "ulysses" else "--ulysses-degree"
         raise fail(
             "CP405",
-            f"--cp {request.cp} does not fit {target.class_name} under ulysses: it has {heads} attention heads",
+            f"{option} {strategy.ulysses_degree} does not fit {target.class_name} under {request.strategy}: it has "
+            f"{heads} attention heads",
             note="ulysses gives each rank at least one head; heads need not divide evenly",
-            help=f"--cp {heads} or less, or --strategy allgather, which has no such limit",
+            help=f"{option} {heads} or less, or --strategy allgather or ring, which have no such limit",
         )
+    if request.load_balance and not any(site.kind == "causal" for entry in plan.attention for site in entry.sites):
+        raise fail(
+            "CP403",
+            f"--load-balance: {target.class_name} has no causal attention",
+            note="in full attention every token attends to all others, so equal parts are equal work already",
+        )
+    return strategy
 
 
 def default_heads(target: Target, plan: Plan) -> int | None:
@@ -270,7 +282,14 @@ def _plan_label(plan: Plan) -> str:
 
 
 def _glue(
-    request: Request, target: Target, plan: Plan, name: str, operation: Operation, runtime: str, command: str
+    request: Request,
+    strategy: Strategy,
+    target: Target,
+    plan: Plan,
+    name: str,
+    operation: Operation,
+    runtime: str,
+    command: str,
 ) -> dict[str, str]:
     import jinja2
 
@@ -288,7 +307,9 @@ def _glue(
         "module": target.file_stem,
         "cp": request.cp,
         "tp": request.tp,
-        "strategy": request.strategy,
+        "strategy": strategy.name,
+        "ulysses_degree": strategy.ulysses_degree,
+        "load_balance": strategy.load_balance,
         "blocks": list(plan.blocks),
         "heads": plan.heads if _has_config(target) else None,
         "processors": [{"module": item.module, "name": item.name} for item in operation.processors],
@@ -323,6 +344,9 @@ def _manifest(
             "cp": request.cp,
             "tp": request.tp,
             "strategy": request.strategy,
+            "ulysses_degree": request.ulysses_degree,
+            "outer": request.outer,
+            "load_balance": request.load_balance,
             "plan": recorded.plan,
             "vendor_runtime": request.vendor_runtime,
         },

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -9,8 +12,11 @@ from torch import Tensor
 
 from .binding import ATTRIBUTE, Binding
 from .collectives import all_gather, all_to_all
+from .kernels import choose_kernel
 from .parts import HeadPart, head_parts
-from .region import Region, pad_rows
+from .region import Region
+from .ring import ring_attention
+from .rows import in_order, model_to_rank, pad_rows, rank_to_model
 
 # For each layout: where batch, tokens, heads and channels are, and the way back from (tokens, batch, heads, channels).
 _TO_ROWS = {"BSHD": (1, 0, 2, 3), "BHSD": (2, 0, 1, 3)}
@@ -21,7 +27,8 @@ class AttentionSite:
     """The exchange around one attention call of a bound model.
 
     Between `seq_to_heads` and `heads_to_seq` (or after `gather_kv`, for keys and values) tokens stand in the order of
-    the model that is not cut: the streams one after the other, as the source concatenates them.
+    the model that is not cut: the streams one after the other, as the source concatenates them. Under hybrid
+    strategies that holds for the tokens of the ranks on the Ulysses axis, which the outer exchange then connects.
     """
 
     def __init__(self, binding: Binding, streams: tuple[str, ...], kv_streams: tuple[str, ...], layout: str) -> None:
@@ -31,6 +38,7 @@ class AttentionSite:
         self._layout = layout
         self._heads: list[HeadPart] = []
         self._region: Region | None = None
+        self._traded = False
         self._batch = 0
 
     def seq_to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -39,60 +47,59 @@ class AttentionSite:
         `query` is (B, S/P, H, D) or (B, H, S/P, D) as the site's layout says; `key` and `value` may have fewer heads.
         One all-to-all; sizes follow from the global lengths. Backward is the reverse all-to-all.
         """
-        region = self._resolve(query)
-        self._check_tokens("key", key, region, self._kv_streams)
-        self._check_tokens("value", value, region, self._kv_streams)
-        binding = self._binding
+        region = self._resolve(query, key, value)
+        binding, axis = self._binding, self._binding.ulysses
         rows = [x.permute(_TO_ROWS[self._layout]) for x in _in_one_dtype(query, key, value)]
-        self._heads = head_parts(rows[0].shape[2], rows[1].shape[2], binding.degree)
-        mine = self._heads[binding.rank]
+        self._heads = head_parts(rows[0].shape[2], rows[1].shape[2], axis.degree)
+        self._traded = True
+        mine = self._heads[axis.rank]
 
         send = [[_heads_of(x, i, part).reshape(-1) for i, x in enumerate(rows)] for part in self._heads]
         send_sizes = [sum(piece.numel() for piece in pieces) for pieces in send]
-        parts = [self._stream_parts(region, s) for s in (self._streams, self._kv_streams, self._kv_streams)]
+        parts = [self._ulysses_parts(region, s) for s in (self._streams, self._kv_streams, self._kv_streams)]
         counts = [mine.query_size, mine.kv_size, mine.kv_size]
         shapes = [
             [
-                (sum(part[rank]), x.shape[1], count, x.shape[3])
+                (_total(part[rank]), x.shape[1], count, x.shape[3])
                 for x, part, count in zip(rows, parts, counts, strict=True)
             ]
-            for rank in range(binding.degree)
+            for rank in range(axis.degree)
         ]
         receive_sizes = [[_numel(shape) for shape in of_rank] for of_rank in shapes]
         flat = all_to_all(
             torch.cat([piece for pieces in send for piece in pieces]),
             [sum(sizes) for sizes in receive_sizes],
             send_sizes,
-            binding.group,
+            axis.group,
         )
         received = torch.split(flat, [size for sizes in receive_sizes for size in sizes])
         whole = []
         for i in range(3):
-            pieces = [received[rank * 3 + i].reshape(shapes[rank][i]) for rank in range(binding.degree)]
-            whole.append(_by_stream(pieces, parts[i]).permute(_FROM_ROWS[self._layout]))
+            pieces = [received[rank * 3 + i].reshape(shapes[rank][i]) for rank in range(axis.degree)]
+            whole.append(rank_to_model(pieces, parts[i], binding.balanced).permute(_FROM_ROWS[self._layout]))
         if mine.kv_index is not None:
             index = torch.tensor(mine.kv_index, device=query.device)
-            whole[1:] = [x.index_select(self._head_dim, index) for x in whole[1:]]
+            whole[1:] = [x.index_select(self._layout.index("H"), index) for x in whole[1:]]
         return whole[0], whole[1], whole[2]
 
     def heads_to_seq(self, out: Tensor) -> Tensor:
         """The way back, for the attention's output: to this rank's tokens with all heads. One all-to-all."""
         region = self._resolved()
-        binding = self._binding
+        binding, axis = self._binding, self._binding.ulysses
         rows = out.permute(_TO_ROWS[self._layout])
-        parts = self._stream_parts(region, self._streams)
-        total = sum(sum(part) for part in parts)
-        mine = self._heads[binding.rank]
+        parts = self._ulysses_parts(region, self._streams)
+        total = sum(_total(part) for part in parts)
+        mine = self._heads[axis.rank]
         if rows.shape[0] != total or rows.shape[2] != mine.query_size:
             raise ValueError(
                 f"{binding.model_name}: the attention's output has shape {tuple(out.shape)} ({self._layout}), "
                 f"expected {total} tokens and {mine.query_size} heads"
             )
-        send = [piece.reshape(-1) for piece in _by_rank(rows, parts)]
-        tokens = sum(parts[binding.rank])
+        send = [piece.reshape(-1) for piece in model_to_rank(rows, parts, binding.balanced)]
+        tokens = _total(parts[axis.rank])
         shapes = [(tokens, rows.shape[1], part.query_size, rows.shape[3]) for part in self._heads]
         receive_sizes = [_numel(shape) for shape in shapes]
-        flat = all_to_all(torch.cat(send), receive_sizes, [piece.numel() for piece in send], binding.group)
+        flat = all_to_all(torch.cat(send), receive_sizes, [piece.numel() for piece in send], axis.group)
         pieces = [
             piece.reshape(shape).transpose(0, 1)
             for piece, shape in zip(torch.split(flat, receive_sizes), shapes, strict=True)
@@ -106,23 +113,105 @@ class AttentionSite:
 
         Shapes as in `seq_to_heads`; `query` is only looked at.
         """
-        region = self._resolve(query)
-        self._check_tokens("key", key, region, self._kv_streams)
-        self._check_tokens("value", value, region, self._kv_streams)
-        binding = self._binding
+        region = self._resolve(query, key, value)
+        axis = self._binding.outer
         rows = [x.permute(_TO_ROWS[self._layout]) for x in _in_one_dtype(key, value)]
-        parts = self._stream_parts(region, self._kv_streams)
-        sizes = [sum(part) for part in parts]
+        parts = [[[size for _, size in runs] for runs in of_rank] for of_rank in self._runs(region, self._kv_streams)]
         packed = torch.cat([x.reshape(x.shape[0], -1) for x in rows], dim=1)
-        whole = all_gather(pad_rows(packed, max(sizes)), binding.degree, binding.group)
-        pieces = [whole.narrow(0, rank * max(sizes), size) for rank, size in enumerate(sizes)]
-        ordered = _by_stream(pieces, parts) if len(self._kv_streams) > 1 or min(sizes) < max(sizes) else whole
+        whole = all_gather(pad_rows(packed, max(_total(part) for part in parts)), axis.degree, axis.group)
+        ordered = in_order(whole, parts, self._binding.balanced)
         widths = [_numel(x.shape[1:]) for x in rows]
         out = [
             flat.reshape(-1, *x.shape[1:]).permute(_FROM_ROWS[self._layout])
             for flat, x in zip(torch.split(ordered, widths, dim=1), rows, strict=True)
         ]
         return out[0], out[1]
+
+    def causal_attention(self, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`attention`, to be called with this rank's queries and whole keys and values, after `gather_kv`.
+
+        Causal attention is called for each run of neighbouring queries, with the keys up to the last of them and a
+        mask: the work of one call is the run's length times the number of those keys.
+        """
+        return partial(self._causal_attention, attention)
+
+    def ring_attention(self, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """What takes the place of `attention`: this rank's queries see all keys and values, which travel around.
+
+        Called with the arguments of `attention`, where `attn_mask` is over whole sequences. Runs on those of torch's
+        kernels that give a log-sum-exp, as `backend` says (else the one that `attention` would use). Raises ValueError
+        for a backend without one, dropout, or a mask that wants a gradient.
+        """
+        return partial(self._ring_attention, attention)
+
+    def _causal_attention(
+        self,
+        attention: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        *rest: Any,
+        **options: Any,
+    ) -> Tensor:
+        if not is_causal:
+            return attention(query, key, value, attn_mask, dropout_p, False, *rest, **options)
+        self._check_causal(attn_mask)
+        dim = self._layout.index("S")
+        outputs = []
+        at = 0
+        for start, size in self._positions(self._streams)[self._binding.outer.rank]:
+            end = start + size
+            keys = torch.arange(end, device=query.device)
+            mask = (keys[start:, None] >= keys)[None, None] if size else None
+            if size:
+                run = (query.narrow(dim, at, size), key.narrow(dim, 0, end), value.narrow(dim, 0, end))
+                outputs.append(attention(*run, mask, dropout_p, False, *rest, **options))
+            at += size
+        return torch.cat(outputs, dim=dim)
+
+    def _ring_attention(
+        self,
+        attention: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+        attention_kwargs: dict[str, Any] | None = None,
+        *,
+        backend: Any = None,
+        parallel_config: Any = None,
+    ) -> Tensor:
+        self._resolve(query, key, value)
+        if is_causal:
+            self._check_causal(attn_mask)
+        if dropout_p or attention_kwargs or parallel_config is not None:
+            given = "dropout_p" if dropout_p else "attention_kwargs" if attention_kwargs else "parallel_config"
+            raise ValueError(f"{self._binding.model_name}: ring attention does not take {given}; use ulysses")
+        del enable_gqa  # seen from the shapes
+        query, key, value, mask = _as_attention_casts(query, key, value, self._four_dims(self.mask_rows(attn_mask)))
+        if self._layout == "BSHD":
+            query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        out = ring_attention(
+            query,
+            key,
+            value,
+            mask,
+            self._positions(self._kv_streams),
+            self._binding.outer,
+            choose_kernel(_active_backend(attention) if backend is None else backend, query, mask is not None),
+            is_causal,
+            query.shape[-1] ** -0.5 if scale is None else scale,
+        )
+        # Contiguous as (B, S, H, D), like the output of torch's fused kernels: what follows may use .view.
+        out = out.transpose(1, 2).contiguous()
+        return out if self._layout == "BSHD" else out.transpose(1, 2)
 
     def mask_heads(self, mask: Any) -> Any:
         """A mask over whole sequences, for the heads that this rank holds after `seq_to_heads`.
@@ -138,7 +227,7 @@ class AttentionSite:
         total = sum(part.query_size for part in self._heads)
         if mask.shape[-3] != total:
             raise ValueError(f"{self._binding.model_name}: mask {tuple(mask.shape)} does not fit {total} heads")
-        mine = self._heads[self._binding.rank]
+        mine = self._heads[self._binding.ulysses.rank]
         return mask.narrow(-3, mine.query_start, mine.query_size)
 
     def mask_rows(self, mask: Any) -> Any:
@@ -148,7 +237,8 @@ class AttentionSite:
         self._check_mask(mask)
         if self._is_key_mask(mask) or mask.shape[-2] == 1:
             return mask
-        return self._resolved().local_rows(mask, "attention mask", mask.ndim - 2, self._streams)
+        mine = self._positions(self._streams)[self._binding.outer.rank]
+        return torch.cat([mask.narrow(-2, start, size) for start, size in mine], dim=-2)
 
     def whole_length(self, length: int, *streams: str) -> int:
         """The tokens of `streams` on all ranks, given `length`, those of this rank."""
@@ -160,46 +250,81 @@ class AttentionSite:
         """The tokens of `streams` on this rank, given `length`, those of all ranks: undoes `whole_length`."""
         region = self._resolved()
         assert length == sum(region.lengths[stream] for stream in streams)
-        return sum(region.part_sizes(stream)[self._binding.rank] for stream in streams)
+        return sum(region.part_sizes(stream)[self._binding.cp.rank] for stream in streams)
 
-    @property
-    def _head_dim(self) -> int:
-        return self._layout.index("H")
+    def _ulysses_parts(self, region: Region, streams: tuple[str, ...]) -> list[list[list[int]]]:
+        """For each rank of this one's Ulysses group, each stream, each segment: the number of tokens."""
+        axis = self._binding.ulysses
+        first = self._binding.outer.rank * axis.degree
+        of_streams = [region.segments(stream)[first : first + axis.degree] for stream in streams]
+        return [[[size for _, size in ranks[i]] for ranks in of_streams] for i in range(axis.degree)]
 
-    def _stream_parts(self, region: Region, streams: tuple[str, ...]) -> list[list[int]]:
-        """For each rank, its number of tokens of each stream."""
-        by_stream = [region.part_sizes(stream) for stream in streams]
-        return [list(sizes) for sizes in zip(*by_stream, strict=True)]
+    def _runs(self, region: Region, streams: tuple[str, ...]) -> list[list[list[tuple[int, int]]]]:
+        """For each rank of the outer axis and each stream the (start, size) of what its Ulysses group holds."""
+        inner = self._binding.ulysses.degree
+        found = []
+        for rank in range(self._binding.outer.degree):
+            groups = [region.segments(stream)[rank * inner : (rank + 1) * inner] for stream in streams]
+            # Heads ascend with the rank, tails descend: each makes one run.
+            ends = [(group[0], group[-1]) for group in groups]
+            sizes = [[sum(of_rank[i][1] for of_rank in group) for i in range(len(group[0]))] for group in groups]
+            starts = [[first[0][0], *(start for start, _ in last[1:])] for first, last in ends]
+            found.append([list(zip(*pair, strict=True)) for pair in zip(starts, sizes, strict=True)])
+        return found
 
-    def _resolve(self, query: Tensor) -> Region:
-        tokens = query.shape[self._layout.index("S")]
-        region = self._binding.region_of(self._streams, tokens)
+    def _positions(self, streams: tuple[str, ...]) -> list[list[tuple[int, int]]]:
+        """`_runs` counted in the sequence that `streams` make one after the other."""
+        region = self._resolved()
+        offsets = [sum(region.lengths[stream] for stream in streams[:i]) for i in range(len(streams))]
+        return [
+            [(offset + start, size) for offset, runs in zip(offsets, of_rank, strict=True) for start, size in runs]
+            for of_rank in self._runs(region, streams)
+        ]
+
+    def _resolve(self, query: Tensor, key: Tensor, value: Tensor) -> Region:
+        """The region of this call, whose lengths the tensors must have."""
+        if self._traded:  # seq_to_heads has looked already
+            return self._resolved()
+        dim = self._layout.index("S")
+        region = self._region = self._binding.region_of(self._streams, query.shape[dim])
         if not torch.compiler.is_compiling():
             self._binding.exchanged = True
         self._batch = query.shape[0]
-        self._check_tokens("query", query, region, self._streams)
-        self._region = region
+        streams = (self._streams, self._kv_streams, self._kv_streams)
+        for name, tensor, of in zip(("query", "key", "value"), (query, key, value), streams, strict=True):
+            self._check_length(tensor.shape[dim], region, of, f"{name} {tuple(tensor.shape)}: ")
         return region
 
     def _resolved(self) -> Region:
-        assert self._region is not None, "seq_to_heads or gather_kv comes first"
+        assert self._region is not None, "seq_to_heads, gather_kv or ring_attention comes first"
         return self._region
 
-    def _check_tokens(self, name: str, tensor: Tensor, region: Region, streams: tuple[str, ...]) -> None:
-        self._check_length(tensor.shape[self._layout.index("S")], region, streams, f"{name} {tuple(tensor.shape)}: ")
-
     def _check_length(self, length: int, region: Region, streams: tuple[str, ...], what: str = "") -> None:
-        parts = [region.part_sizes(stream)[self._binding.rank] for stream in streams]
+        parts = [region.part_sizes(stream)[self._binding.cp.rank] for stream in streams]
         if length != sum(parts):
             expected = " + ".join(f"{s} {n} of {region.lengths[s]}" for s, n in zip(streams, parts, strict=True))
             raise ValueError(
                 f"{self._binding.model_name}: {what}{length} tokens on this rank, but the plan says {expected}"
             )
 
+    def _check_causal(self, mask: Any) -> None:
+        if mask is not None:
+            raise ValueError(f"{self._binding.model_name}: causal attention takes no mask beside is_causal")
+        if self._streams != self._kv_streams:
+            raise ValueError(f"{self._binding.model_name}: causal attention needs queries and keys of the same tokens")
+
     def _is_key_mask(self, mask: Tensor) -> bool:
         # diffusers' dispatcher reads a 2-D mask as (B, S); torch's own function, used with BHSD, as (S, S).
         # Under (S, S) the dispatcher takes a 2-D mask for a key mask as well, where the first size is the batch's.
         return mask.ndim == 1 or (mask.ndim == 2 and self._layout == "BSHD" and mask.shape[0] == self._batch)
+
+    def _four_dims(self, mask: Tensor | None) -> Tensor | None:
+        """`mask` as attention reads it, with dims for (B, H, Sq, Sk)."""
+        if mask is None or mask.ndim == 4:
+            return mask
+        if mask.ndim == 2 and self._is_key_mask(mask):
+            return mask[:, None, None, :]
+        return mask[(None,) * (4 - mask.ndim)]
 
     def _check_mask(self, mask: Any) -> None:
         region = self._resolved()
@@ -231,6 +356,11 @@ class LocalAttention:
         return mask
 
     mask_rows = mask_heads
+
+    def ring_attention(self, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        return attention
+
+    causal_attention = ring_attention
 
     def whole_length(self, length: int, *streams: str) -> int:
         return length
@@ -269,24 +399,34 @@ def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
 
 
+def _as_attention_casts(
+    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    device = query.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
+    else:
+        query, key, value = _in_one_dtype(query, key, value)
+    return query, key, value, mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype)
+
+
 def _heads_of(rows: Tensor, index: int, part: HeadPart) -> Tensor:
     if index == 0:
         return rows.narrow(2, part.query_start, part.query_size)
     return rows.narrow(2, part.kv_start, part.kv_size)
 
 
-def _by_stream(pieces: list[Tensor], parts: list[list[int]]) -> Tensor:
-    """Rank-major pieces, each holding one part of every stream, to whole streams one after the other (dim 0)."""
-    split = [torch.split(piece, part) for piece, part in zip(pieces, parts, strict=True)]
-    return torch.cat([of_rank[stream] for stream in range(len(parts[0])) for of_rank in split])
+def _active_backend(attention: Callable[..., Any]) -> Any:
+    """The backend that `attention` would choose by itself, if it is diffusers' dispatcher."""
+    dispatch = sys.modules.get("diffusers.models.attention_dispatch")
+    if dispatch is None or attention is not dispatch.dispatch_attention_fn:
+        return None
+    return dispatch._AttentionBackendRegistry.get_active_backend()[0]
 
 
-def _by_rank(rows: Tensor, parts: list[list[int]]) -> list[Tensor]:
-    """The reverse: whole streams one after the other to one piece a rank."""
-    streams = range(len(parts[0]))
-    split = torch.split(rows, [part[stream] for stream in streams for part in parts])
-    degree = len(parts)
-    return [torch.cat([split[stream * degree + rank] for stream in streams]) for rank in range(degree)]
+def _total(part: list[list[int]]) -> int:
+    return sum(sum(sizes) for sizes in part)
 
 
 def _numel(shape: tuple[int, ...] | torch.Size) -> int:

@@ -3,36 +3,59 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from .mesh import split_cp
 from .region import LocalRegion, Region
 
 ATTRIBUTE = "_cpgen_binding"  # set on every module of a bound model
 _LOCAL_REGION = LocalRegion()
 
 
+@dataclass(frozen=True)
+class Axis:
+    """This rank's place on an axis of the mesh. The group goes by name, so that a bound model can be copied."""
+
+    group: str
+    degree: int
+    rank: int
+
+    @classmethod
+    def of(cls, mesh: DeviceMesh | None) -> Axis:
+        """The axis of a 1-D mesh; None stands for this rank alone."""
+        if mesh is None:
+            return cls("", 1, 0)
+        return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+
+
 class Binding:
     """A model's place in its context-parallel group, and the region of its latest forward.
 
-    Holds the group by name, so that a bound model can be copied.
+    Streams are cut over `cp`. For attention, neighbours on `ulysses` trade tokens for heads; what they hold together is
+    exchanged over `outer`. `balanced` streams are cut in head-tail order (see `parts.segments`).
     """
 
     def __init__(
         self,
         model_name: str,
-        group: str,
-        degree: int,
-        rank: int,
+        cp: Axis,
+        outer: Axis,
+        ulysses: Axis,
+        balanced: bool,
         blocks: tuple[torch.nn.Module, ...],
         processors: tuple[type, ...],
     ) -> None:
+        assert cp.degree == outer.degree * ulysses.degree
+        assert cp.rank == outer.rank * ulysses.degree + ulysses.rank, "Ulysses must be innermost"
         self.model_name = model_name
-        self.group = group
-        self.degree = degree
-        self.rank = rank
+        self.cp = cp
+        self.outer = outer
+        self.ulysses = ulysses
+        self.balanced = balanced
         self.region: Region | None = None
         self.pinned = False
         # Whether an attention call has ever looked past this rank's tokens. Not of each forward: diffusers' caches may
@@ -100,7 +123,7 @@ class Binding:
         for lengths in self._seen:
             region = Region(self)
             region.lengths = dict(lengths)
-            if sum(region.part_sizes(stream)[self.rank] for stream in streams) == tokens:
+            if sum(region.part_sizes(stream)[self.cp.rank] for stream in streams) == tokens:
                 fitting[tuple(region.lengths[stream] for stream in streams)] = region
         if len(fitting) != 1:
             raise ValueError(
@@ -114,28 +137,28 @@ def bind_context_parallel(
     model: torch.nn.Module,
     mesh: DeviceMesh,
     *,
-    strategy: str,
+    ulysses_degree: int,
+    load_balance: bool,
     blocks: Iterable[torch.nn.Module],
     heads: int | None,
     processors: tuple[type, ...],
 ) -> None:
-    """Make `model` run context-parallel over the 1-D `mesh` from its next forward on. Degree 1 changes nothing.
+    """Make `model` run context-parallel over the cp axis of `mesh` from its next forward on. Degree 1 changes nothing.
 
-    `blocks` are the modules that run inside the region; each attention module in them must use one of `processors`.
-    Raises ValueError if `heads` is smaller than the degree under "ulysses", or if a processor is not one of those.
+    The cp axis may be one, or two: cp_outer and cp_ulysses. `blocks` are the modules that run inside the region; each
+    attention module in them must use one of `processors`. With `load_balance` streams are cut in head-tail order.
+    Raises ValueError if `heads` is smaller than `ulysses_degree`, or if a processor is not one of those.
     """
-    degree = mesh.size()
-    if strategy == "ulysses" and heads is not None and heads < degree:
+    if heads is not None and heads < ulysses_degree:
         raise ValueError(
             f"{type(model).__name__} has {heads} attention heads: ulysses gives every rank at least one, so its degree "
-            f"is at most {heads}, not {degree}. Emit with --strategy allgather for degrees past the number of heads"
+            f"is at most {heads}, not {ulysses_degree}. Emit with --strategy allgather for degrees past the number of "
+            f"heads"
         )
-    if degree == 1:
+    cp, outer, ulysses = (Axis.of(axis) for axis in split_cp(mesh, ulysses_degree))
+    if cp.degree == 1:
         return
-    group = mesh.get_group()
-    binding = Binding(
-        type(model).__name__, group.group_name, degree, mesh.get_local_rank(), tuple(blocks), tuple(processors)
-    )
+    binding = Binding(type(model).__name__, cp, outer, ulysses, load_balance, tuple(blocks), tuple(processors))
     for module in model.modules():
         setattr(module, ATTRIBUTE, binding)
     binding.check_attention()

@@ -12,7 +12,7 @@ from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
 
-from .mesh import remember_mesh
+from .mesh import axis_size, flattened, remember_mesh
 
 __all__ = ["Precision", "cast_inputs", "check_request", "kept_in_fp32", "offload_policy", "replicate", "reshard"]
 
@@ -51,13 +51,13 @@ def check_request(
             f'"ddp", or cast and move the model yourself'
         )
     for axis, degree in (("cp", cp), ("tp", tp)):
-        if axis not in (mesh.mesh_dim_names or ()):
+        size = axis_size(mesh, axis)
+        if flattened(mesh, axis) is None and degree > 1:
             raise ValueError(f"the mesh has no axis {axis!r} (it has {mesh.mesh_dim_names}); make it with build_mesh")
-        if mesh[axis].size() != degree:
+        if size != degree:
             raise ValueError(
-                f"the mesh has {axis} size {mesh[axis].size()}, but this package was emitted for {axis} degree "
-                f"{degree} ({axis.upper()}_DEGREE); make the mesh with its build_mesh, or emit again with "
-                f"--{axis} {mesh[axis].size()}"
+                f"the mesh has {axis} size {size}, but this package was emitted for {axis} degree {degree} "
+                f"({axis.upper()}_DEGREE); make the mesh with its build_mesh, or emit again with --{axis} {size}"
             )
     remember_mesh(model, mesh)
 
@@ -76,7 +76,7 @@ def reshard(mesh: DeviceMesh, *, last: bool, requested: bool | int | None) -> bo
     """
     if requested is not None:
         return requested
-    return mesh["pp"].size() == 1 and not last
+    return axis_size(mesh, "pp") == 1 and not last
 
 
 def kept_in_fp32(model: torch.nn.Module, name: str) -> bool:

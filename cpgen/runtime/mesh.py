@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: cp and tp peers are neighbours
+# What the cp axis is made of under the hybrid strategy, Ulysses innermost: its all-to-all sends the most messages.
+CP_AXES = ("cp_outer", "cp_ulysses")
 _FLATTENED = {
     "dp": ("dp_replicate", "dp_shard"),
     "dp_shard_cp": ("dp_shard", "cp"),
@@ -26,14 +28,16 @@ def build_mesh(
     *,
     cp: int,
     tp: int,
+    ulysses: int | None = None,
     dp_replicate: int = 1,
     dp_shard: int = -1,
     pp: int = 1,
 ) -> DeviceMesh:
     """Lay the ranks of the process group out on the axes pp, dp_replicate, dp_shard, cp, tp.
 
-    Axes of size 1 are kept. `mesh["dp"]`, `mesh["dp_cp"]` and `mesh["dp_shard_cp"]` are flattened axes. `dp_shard=-1`
-    takes the ranks that the other axes leave; `device_type=None` is cuda if there is one, else cpu.
+    With `ulysses`, a divisor of `cp`, there are the two axes cp_outer and cp_ulysses in the place of cp. Axes of size 1
+    are kept. `mesh["dp"]`, `mesh["dp_cp"]` and `mesh["dp_shard_cp"]` are flattened axes. `dp_shard=-1` takes the ranks
+    that the other axes leave; `device_type=None` is cuda if there is one, else cpu.
 
     Raises ValueError without a process group, or if the axes' product is not the world size.
     """
@@ -45,35 +49,83 @@ def build_mesh(
     sizes = _axis_sizes(
         {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}, dist.get_world_size()
     )
+    if ulysses is not None:
+        at = list(sizes).index("cp")
+        split = {"cp_outer": cp // ulysses, "cp_ulysses": ulysses}
+        sizes = dict([*list(sizes.items())[:at], *split.items(), *list(sizes.items())[at + 1 :]])
     if device_type is None:
         device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    mesh = init_device_mesh(device_type, tuple(sizes[axis] for axis in AXES), mesh_dim_names=AXES)
-    for name, axes in _FLATTENED.items():
-        mesh[axes]._flatten(name)
+    mesh = init_device_mesh(device_type, tuple(sizes.values()), mesh_dim_names=tuple(sizes))
+    for name in (*_FLATTENED, "cp"):
+        flattened(mesh, name)
     return mesh
 
 
-def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
-    """The 1-D mesh `dp`, `dp_cp` or `dp_shard_cp` that `build_mesh` made."""
-    return mesh[_FLATTENED[name]]._flatten(name)
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
+    """The 1-D mesh of an axis, or of `dp`, `dp_cp` or `dp_shard_cp`: of those of its axes that `mesh` has, or None."""
+    names = mesh.mesh_dim_names or ()
+    wanted = [part for axis in _FLATTENED.get(name, (name,)) for part in (CP_AXES if axis == "cp" else ()) + (axis,)]
+    present = tuple(axis for axis in wanted if axis in names)
+    if len(present) > 1:
+        return mesh[present]._flatten(name)
+    return mesh[present[0]] if present else None
+
+
+def axis_size(mesh: DeviceMesh, name: str) -> int:
+    """The number of ranks on an axis (see `flattened`); 1 where the mesh does not have it."""
+    axis = flattened(mesh, name)
+    return 1 if axis is None else axis.size()
+
+
+def split_cp(mesh: DeviceMesh, ulysses: int) -> tuple[DeviceMesh | None, DeviceMesh | None, DeviceMesh | None]:
+    """The 1-D meshes (cp, outer, ulysses) of context parallelism; None for those of one rank.
+
+    The cp axis may be one axis or the two that `build_mesh` makes. Raises ValueError if these have other sizes.
+    """
+    cp = flattened(mesh, "cp")
+    if cp is None or cp.size() == 1:
+        return None, None, None
+    if ulysses in (1, cp.size()):
+        return (cp, cp, None) if ulysses == 1 else (cp, None, cp)
+    if set(CP_AXES) <= set(mesh.mesh_dim_names or ()):
+        outer, inner = (mesh[axis] for axis in CP_AXES)
+        if inner.size() != ulysses:
+            raise ValueError(f"the mesh has cp_ulysses size {inner.size()}, but the Ulysses degree is {ulysses}")
+        return cp, outer, inner
+    if cp.size() % ulysses:
+        raise ValueError(f"the mesh has cp size {cp.size()}, which the Ulysses degree {ulysses} does not divide")
+    both = cp._unflatten(0, (cp.size() // ulysses, ulysses), CP_AXES)
+    return cp, both["cp_outer"], both["cp_ulysses"]
 
 
 def shard_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `fully_shard` takes: `dp_shard_cp`, or `(dp_replicate, dp_shard_cp)` when there are replicas."""
-    if mesh["dp_replicate"].size() == 1:
-        return flattened(mesh, "dp_shard_cp")
-    return DeviceMesh._concatenate([mesh["dp_replicate"], flattened(mesh, "dp_shard_cp")])
+    """The mesh that `fully_shard` takes: `dp_shard_cp`, or `(dp_replicate, dp_shard_cp)` when there are replicas.
+
+    Raises ValueError if `mesh` has none of these axes.
+    """
+    shard = _required(mesh, "dp_shard_cp")
+    return shard if axis_size(mesh, "dp_replicate") == 1 else DeviceMesh._concatenate([mesh["dp_replicate"], shard])
 
 
 def replicate_mesh(mesh: DeviceMesh) -> DeviceMesh:
-    """The mesh that `replicate` takes: `dp_cp`, every rank that holds the same parameters."""
-    return flattened(mesh, "dp_cp")
+    """The mesh that `replicate` takes: `dp_cp`, every rank that holds the same parameters.
+
+    Raises ValueError if `mesh` has none of its axes.
+    """
+    return _required(mesh, "dp_cp")
+
+
+def _required(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    found = flattened(mesh, name)
+    if found is None:
+        raise ValueError(f"the mesh has none of the axes {', '.join(_FLATTENED[name])}: it has {mesh.mesh_dim_names}")
+    return found
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
     """(rank, size) to split data by: over dp_replicate and dp_shard. CP, TP and PP peers get the same rank."""
     dp = flattened(mesh, "dp")
-    return dp.get_local_rank(), dp.size()
+    return (0, 1) if dp is None else (dp.get_local_rank(), dp.size())
 
 
 def seed_everything(seed: int, mesh: DeviceMesh) -> int:

@@ -11,6 +11,26 @@ def part_sizes(length: int, degree: int) -> list[int]:
     return [quotient + 1 if rank < remainder else quotient for rank in range(degree)]
 
 
+def segments(length: int, degree: int, balanced: bool) -> list[list[tuple[int, int]]]:
+    """For each rank the (start, size) of what it holds of a stream of `length` tokens, in ascending order.
+
+    One contiguous part a rank; or, `balanced` for causal attention, two chunks of 2 * degree, rank r's being r and
+    2 * degree - 1 - r (head-tail order): early tokens attend to few others, late ones to many.
+    """
+    sizes = part_sizes(length, 2 * degree if balanced else degree)
+    starts = [sum(sizes[:i]) for i in range(len(sizes))]
+    chunks = list(zip(starts, sizes, strict=True))
+    if not balanced:
+        return [[chunk] for chunk in chunks]
+    return [[chunks[rank], chunks[2 * degree - 1 - rank]] for rank in range(degree)]
+
+
+def ascending(ranks: int, balanced: bool) -> list[tuple[int, int]]:
+    """The (rank, segment) pairs of `ranks` neighbours in the order of the model: heads up, then tails down."""
+    tails = [(rank, 1) for rank in reversed(range(ranks))] if balanced else []
+    return [*((rank, 0) for rank in range(ranks)), *tails]
+
+
 @dataclass(frozen=True)
 class HeadPart:
     """The query heads of one rank and the key/value heads they read (grouped-query attention shares the latter)."""

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .collectives import all_gather, all_gather_replicated
-from .parts import part_sizes
+from .parts import segments
+from .rows import in_order, pad_rows
 
 if TYPE_CHECKING:
     from .binding import Binding
@@ -33,7 +34,7 @@ class Region:
         """
         seed = int(torch.randint(2**62, (1,)))
         self._outer_rng = _rng_states()
-        torch.manual_seed(seed + self.binding.rank)
+        torch.manual_seed(seed + self.binding.cp.rank)
 
     def shard(
         self,
@@ -75,10 +76,9 @@ class Region:
         return self._at(value, name, path, lambda x, label: self._gather(x, label, dim, ndim, stream, False))
 
     def local_prefix(self, count: int, stream: str) -> int:
-        """How many of the first `count` tokens of `stream` are in this rank's part."""
-        sizes = self.part_sizes(stream)
-        start = sum(sizes[: self.binding.rank])
-        return min(max(count - start, 0), sizes[self.binding.rank])
+        """How many of the first `count` tokens of `stream` are in this rank's part, which they begin."""
+        mine = self.segments(stream)[self.binding.cp.rank]
+        return sum(min(max(count - start, 0), size) for start, size in mine)
 
     def pin(self, block: Callable[..., Any]) -> Callable[..., Any]:
         """`block`, to be called with this region's lengths even when backward recomputes it after another forward."""
@@ -86,14 +86,18 @@ class Region:
             return block  # a compiled backward runs no Python: the lengths are in the graph
         return _Pinned(self, block)
 
-    def part_sizes(self, stream: str) -> list[int]:
-        """The number of tokens of `stream` on each rank."""
+    def segments(self, stream: str) -> list[list[tuple[int, int]]]:
+        """For each rank the (start, size) of what it holds of `stream`, ascending."""
         if stream not in self.lengths:
             raise ValueError(
                 f"{self.binding.model_name}: stream {stream!r} is used before anything of it was cut; "
                 f"cut so far: {sorted(self.lengths) or 'nothing'}"
             )
-        return part_sizes(self.lengths[stream], self.binding.degree)
+        return segments(self.lengths[stream], self.binding.cp.degree, self.binding.balanced)
+
+    def part_sizes(self, stream: str) -> list[int]:
+        """The number of tokens of `stream` on each rank."""
+        return [sum(size for _, size in of_rank) for of_rank in self.segments(stream)]
 
     def _at(self, value: Any, label: str, path: tuple[str | int, ...], apply: Callable[[Any, str], Any]) -> Any:
         if not path or value is None:
@@ -134,32 +138,29 @@ class Region:
         size = tensor.shape[dim]
         if isinstance(stream, str):
             self._register(stream, size, label, dim)
-            sizes = self.part_sizes(stream)
-            rank = self.binding.rank
-            return tensor.narrow(dim, sum(sizes[:rank]), sizes[rank]).contiguous()
+            stream = (stream,)
         return self.local_rows(tensor, label, dim, stream)
 
     def local_rows(self, tensor: Tensor, label: str, dim: int, streams: tuple[str, ...]) -> Tensor:
-        """This rank's part of each of `streams`, which lie one after the other on `dim`."""
-        rank = self.binding.rank
-        pieces = []
-        start = 0
-        for stream in streams:
-            sizes = self.part_sizes(stream)
-            # A plan names several streams where the source concatenates them: the dim is their sum.
-            offset = start + sum(sizes[:rank])
-            pieces.append((offset, sizes[rank]))
-            start += self.lengths[stream]
-        if tensor.shape[dim] != start:
+        """This rank's part of each of `streams`, which lie one after the other on `dim`: a copy, contiguous."""
+        total = sum(self.lengths[stream] for stream in streams)
+        if tensor.shape[dim] != total:
             lengths = " + ".join(f"{s} {self.lengths[s]}" for s in streams)
             raise ValueError(
                 f"{self.binding.model_name}: plan entry {label!r} has {tensor.shape[dim]} tokens on dim {dim}, "
-                f"but {lengths} = {start}: shape {tuple(tensor.shape)}"
+                f"but {lengths} = {total}: shape {tuple(tensor.shape)}"
             )
-        return torch.cat([tensor.narrow(dim, offset, size) for offset, size in pieces], dim=dim)
+        # A plan names several streams where the source concatenates them: the dim is their sum.
+        pieces = []
+        offset = 0
+        for stream in streams:
+            mine = self.segments(stream)[self.binding.cp.rank]
+            pieces += [tensor.narrow(dim, offset + start, size) for start, size in mine]
+            offset += self.lengths[stream]
+        return torch.cat(pieces, dim=dim) if len(pieces) > 1 else pieces[0].contiguous()
 
     def _register(self, stream: str, size: int, label: str, dim: int) -> None:
-        degree = self.binding.degree
+        degree = self.binding.cp.degree
         if size < degree:
             raise ValueError(
                 f"{self.binding.model_name}: plan entry {label!r}: stream {stream!r} has {size} tokens on dim {dim}, "
@@ -175,20 +176,22 @@ class Region:
     def _gather(self, value: Any, label: str, dim: int, ndim: int | None, stream: str, replicated: bool) -> Tensor:
         tensor = self._check(value, label, ndim, dim)
         binding = self.binding
+        cp = binding.cp
         sizes = self.part_sizes(stream)
-        if tensor.shape[dim] != sizes[binding.rank]:
+        if tensor.shape[dim] != sizes[cp.rank]:
             raise ValueError(
                 f"{binding.model_name}: plan entry {label!r} has {tensor.shape[dim]} tokens on dim {dim}, but this "
-                f"rank's part of stream {stream!r} is {sizes[binding.rank]} of {self.lengths[stream]}: nothing cut it, "
+                f"rank's part of stream {stream!r} is {sizes[cp.rank]} of {self.lengths[stream]}: nothing cut it, "
                 f"or something changed its length"
             )
         rows = pad_rows(tensor.movedim(dim, 0), max(sizes))
         if replicated:
             self._end()
-            whole = all_gather_replicated(rows, binding.degree, binding.rank, binding.group)
+            whole = all_gather_replicated(rows, cp.degree, cp.rank, cp.group)
         else:
-            whole = all_gather(rows, binding.degree, binding.group)
-        return drop_padding(whole, sizes).movedim(0, dim).contiguous()
+            whole = all_gather(rows, cp.degree, cp.group)
+        parts = [[[size for _, size in of_rank]] for of_rank in self.segments(stream)]
+        return in_order(whole, parts, binding.balanced).movedim(0, dim).contiguous()
 
     def _end(self) -> None:
         if torch.compiler.is_compiling():
@@ -242,22 +245,6 @@ class LocalRegion:
 
     def pin(self, block: Callable[..., Any]) -> Callable[..., Any]:
         return block
-
-
-def pad_rows(rows: Tensor, size: int) -> Tensor:
-    """`rows` with zeros appended on dim 0 up to `size`, contiguous: gloo and NCCL gather equal parts only."""
-    missing = size - rows.shape[0]
-    if missing:
-        rows = torch.cat([rows, rows.new_zeros(missing, *rows.shape[1:])])
-    return rows.contiguous()
-
-
-def drop_padding(whole: Tensor, sizes: list[int]) -> Tensor:
-    """Undo `pad_rows` on gathered rows: keep the first `sizes[i]` of each of the equal parts on dim 0."""
-    width = max(sizes)
-    if min(sizes) == width:
-        return whole
-    return torch.cat([whole.narrow(0, rank * width, size) for rank, size in enumerate(sizes)])
 
 
 def _describe(value: Any) -> str:

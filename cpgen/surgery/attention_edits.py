@@ -7,13 +7,14 @@ import ast
 from cpgen.conditions import parse_condition
 from cpgen.diagnostics import Finding, did_you_mean
 from cpgen.plan import AttentionFunction, Site, Whole
+from cpgen.strategy import Exchange
 from cpgen.surgery.edits import Edit, Insertion
 from cpgen.surgery.functions import ATTENTION_LAYOUT, Function, attention_function
 from cpgen.surgery.region_edits import wrap
 
 
 def attention_edits(
-    plan: AttentionFunction, function: Function, strategy: str, names: list[str], findings: list[Finding]
+    plan: AttentionFunction, function: Function, exchange: Exchange, names: list[str], findings: list[Finding]
 ) -> list[Edit]:
     """The edits to one attention function. `names` are free variable names for its sites, one each."""
     calls = function.attention_calls()
@@ -23,7 +24,7 @@ def attention_edits(
     for site, cp in zip(exchanging, names, strict=False):
         call = calls[site.call]
         assert isinstance(call, ast.Call)
-        edits += _site_edits(site, call, function, strategy, cp, findings)
+        edits += _site_edits(site, call, function, exchange, cp, findings)
     if plan.whole and not exchanging:
         findings.append(Finding("CP105", f"{plan.owner} has no site that exchanges tokens", plan.location))
     elif plan.whole:
@@ -56,7 +57,7 @@ def _check_complete(
 
 
 def _site_edits(
-    site: Site, call: ast.Call, function: Function, strategy: str, cp: str, findings: list[Finding]
+    site: Site, call: ast.Call, function: Function, exchange: Exchange, cp: str, findings: list[Finding]
 ) -> list[Edit]:
     def find(message: str, note: str | None = None) -> None:
         place = function.module.location(call)
@@ -82,11 +83,18 @@ def _site_edits(
         return []
     query, key, value = (tensor.id for tensor in tensors)  # type: ignore[union-attr]
     causal = _argument(call, 5, "is_causal")
-    is_causal = causal is not None and not (isinstance(causal, ast.Constant) and causal.value is False)
-    if is_causal and strategy == "allgather":
-        find(
-            "a causal call needs all queries in order: allgather keeps this rank's only", "emit with --strategy ulysses"
-        )
+    may_be_causal = causal is not None and not (isinstance(causal, ast.Constant) and causal.value is False)
+    if may_be_causal and site.kv is not None:
+        find("the call may be causal, but its keys are other streams than its queries")
+    if site.kind != "causal" and may_be_causal:
+        find(f"the call may be causal, but the plan says {site.kind}", "write kind: causal")
+    target = statement.targets[0] if isinstance(statement, ast.Assign) and statement.value is call else None
+    others = target.elts[1:] if isinstance(target, (ast.Tuple, ast.List)) else []
+    read = [name for other in others for name in _reads_of(other, function)]
+    if read:
+        find(f"'{read[0]}', which the call returns beside its output, is of this rank's heads or tokens only")
+    if exchange.outer == "ring" and others:
+        find("ring attention returns the output alone, not a tuple", "emit with another strategy")
 
     indent = function.module.indent(statement)
     edits: list[Edit] = [
@@ -97,23 +105,33 @@ def _site_edits(
             _site_reason(site),
         )
     ]
-    if strategy == "ulysses":
+    rebound: tuple[str, ...] = ()
+    if exchange.ulysses:
         code = f"{query}, {key}, {value} = {cp}.seq_to_heads({query}, {key}, {value})"
-        edits.append(Insertion(statement.lineno, indent, code, "all tokens, this rank's heads"))
+        reason = f"all tokens{' of the inner ranks' if exchange.outer else ''}, this rank's heads"
+        edits.append(Insertion(statement.lineno, indent, code, reason))
         edits.append(_heads_to_seq(call, statement, function, cp))
-        rebound: tuple[str, ...] = (query, key, value)
-    else:
+        rebound = (query, key, value)
+    if exchange.outer == "allgather":
         code = f"{key}, {value} = {cp}.gather_kv({query}, {key}, {value})"
         edits.append(Insertion(statement.lineno, indent, code, "keys and values of all tokens"))
-        rebound = (key, value)
+        rebound = rebound or (key, value)
+    if exchange.outer == "ring":
+        edits.append(wrap(function, call.func, f"{cp}.ring_attention(", ")", "keys and values of all tokens, in turn"))
+    elif exchange.outer == "allgather" and may_be_causal:
+        edits.append(wrap(function, call.func, f"{cp}.causal_attention(", ")", "this rank's rows of the causal mask"))
     later = _later_use(function, call, statement, rebound)
     if later is not None:
         find(f"'{later.id}' is used again at line {later.lineno}, where it would be the exchanged one")
     mask = _argument(call, 3, "attn_mask")
     if mask is not None and not (isinstance(mask, ast.Constant) and mask.value is None):
-        method = "mask_heads" if strategy == "ulysses" else "mask_rows"
-        reason = "this rank's heads" if strategy == "ulysses" else "this rank's rows"
-        edits.append(wrap(function, mask, f"{cp}.{method}(", ")", reason))
+        # Cut to heads first, while its rows are whole. Ring attention cuts rows by itself.
+        methods = {"mask_rows": exchange.outer == "allgather", "mask_heads": exchange.ulysses}
+        before = "".join(f"{cp}.{method}(" for method, wanted in methods.items() if wanted)
+        reasons = {"rows": exchange.outer == "allgather", "heads": exchange.ulysses}
+        reason = f"this rank's {' and '.join(what for what, wanted in reasons.items() if wanted)}"
+        if before:
+            edits.append(wrap(function, mask, before, ")" * before.count("("), reason))
     return edits
 
 
@@ -154,6 +172,16 @@ def _heads_to_seq(call: ast.Call, statement: ast.stmt, function: Function, cp: s
             indent = function.module.indent(statement)
             return Insertion(statement.end_lineno + 1, indent, code, reason, follows=True)
     return wrap(function, call, f"{cp}.heads_to_seq(", ")", reason)
+
+
+def _reads_of(target: ast.expr, function: Function) -> list[str]:
+    """Names that `target` binds and the function reads anywhere."""
+    bound = {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
+    return sorted(
+        node.id
+        for node in ast.walk(function.node)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in bound
+    )
 
 
 def _whole_edits(whole: Whole, function: Function, cp: str, findings: list[Finding]) -> list[Edit]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from cpgen.diagnostics import CpgenError, Finding, Location, did_you_mean, fail
 from cpgen.plan import AttentionFunction, Plan
 from cpgen.source import SourceModule, SourceTree
+from cpgen.strategy import Exchange
 from cpgen.surgery.attention_edits import attention_edits
 from cpgen.surgery.carry import carried_file, close_over
 from cpgen.surgery.edits import MARK, Edit, Insertion, Wrap, apply_edits
@@ -45,7 +46,7 @@ class Operation:
     processors: tuple[Processor, ...]
 
 
-def operate(target: Target, plan: Plan, strategy: str, runtime: str, tree: SourceTree) -> Operation:
+def operate(target: Target, plan: Plan, exchange: Exchange, runtime: str, tree: SourceTree) -> Operation:
     """Write `plan` into the source of `target`. `runtime` is the module that emitted code imports.
 
     Raises CpgenError with everything in the plan that does not fit the source.
@@ -80,7 +81,7 @@ def operate(target: Target, plan: Plan, strategy: str, runtime: str, tree: Sourc
         if module.name != main.name:
             carried.names.setdefault(module.name, set()).add(entry.owner)
         new = attention_edits(
-            entry, function, strategy, _free_names(function, sum(bool(site.streams) for site in entry.sites)), findings
+            entry, function, exchange, _free_names(function, sum(bool(site.streams) for site in entry.sites)), findings
         )
         edits[module.name] += new
         if new:

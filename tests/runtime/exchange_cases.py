@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,10 +13,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpgen.runtime.attention import attention_site
-from cpgen.runtime.binding import ATTRIBUTE, Binding
+from cpgen.runtime.binding import ATTRIBUTE, Axis, Binding
+from cpgen.runtime.mesh import split_cp
 from cpgen.runtime.region import Region
 
-_latest: list[tuple[object, Binding]] = []  # the world's group, and the binding over it
+_latest: list[Any] = []  # the world's group, the mesh over it, and axes for each degree of Ulysses
 
 
 @dataclass(frozen=True)
@@ -28,24 +30,27 @@ class Shape:
     kv_heads: int
     channels: int
     layout: str
-    strategy: str
-    mask: str  # none, keys, rows, heads
-    additive: bool
+    ulysses: int  # its degree: 1 for none
+    outer: str | None  # allgather, ring
+    mask: str  # none, causal, keys, rows, heads
+    additive: bool = False
+    balanced: bool = False
 
 
-def binding() -> Binding:
-    """A binding over the whole world, kept for as long as its group lives: names of groups come again."""
+def binding(ulysses: int, balanced: bool = False) -> Binding:
+    """A binding over the whole world. The mesh is kept for as long as its group lives: names of groups come again."""
     world = dist.group.WORLD
-    if not _latest or _latest[0][0] is not world:
-        mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",))
-        group = mesh.get_group().group_name
-        _latest[:] = [(world, Binding("Model", group, dist.get_world_size(), dist.get_rank(), (), ()))]
-    return _latest[0][1]
+    if not _latest or _latest[0] is not world:
+        _latest[:] = [world, init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("cp",)), {}]
+    _, mesh, known = _latest
+    if ulysses not in known:
+        known[ulysses] = [Axis.of(axis) for axis in split_cp(mesh, ulysses)]
+    return Binding("Model", *known[ulysses], balanced, (), ())
 
 
 def attention_errors(shape: Shape) -> tuple[float, float]:
     """max|output - plain| and the largest max|gradient - plain| over queries, keys and values, in float64."""
-    b = binding()
+    b = binding(shape.ulysses, shape.balanced)
     module = torch.nn.Identity()
     setattr(module, ATTRIBUTE, b)
     region = b.region = Region(b)
@@ -59,28 +64,32 @@ def attention_errors(shape: Shape) -> tuple[float, float]:
     leaves = [tensor for tensors in whole.values() for tensor in tensors]
     total = sum(n for _, n in shape.streams)
     mask = _mask(shape, total, generator)
+    causal = shape.mask == "causal"
     weights = random(shape.batch, total, shape.heads, shape.channels)
 
     joined = [torch.cat([whole[s][i] for s, _ in shape.streams], dim=1) for i in range(3)]
-    plain = _attend(*(x.transpose(1, 2) for x in joined), mask).transpose(1, 2)
+    plain = _attend_bshd(*joined, mask, is_causal=causal)
     plain_gradients = torch.autograd.grad((plain * weights).sum(), leaves)
 
     local = {s: [region.shard(x, s, dim=1, ndim=4, stream=s) for x in tensors] for s, tensors in whole.items()}
     query, key, value = (torch.cat([local[s][i] for s, _ in shape.streams], dim=1) for i in range(3))
+    attend = _attend_bshd
     if shape.layout == "BHSD":
         query, key, value = (x.transpose(1, 2) for x in (query, key, value))
+        attend = _attend_bhsd
     site = attention_site(module, *(s for s, _ in shape.streams), layout=shape.layout)
-    if shape.strategy == "ulysses":
+    # What the emitted code does: see cpgen/surgery/attention_edits.py.
+    if shape.ulysses > 1:
         query, key, value = site.seq_to_heads(query, key, value)
         mask = site.mask_heads(mask)
-    else:
+    if shape.outer == "allgather":
         key, value = site.gather_kv(query, key, value)
         mask = site.mask_rows(mask)
-    if shape.layout == "BSHD":
-        out = _attend(*(x.transpose(1, 2) for x in (query, key, value)), mask).transpose(1, 2)
-    else:
-        out = _attend(query, key, value, mask)
-    if shape.strategy == "ulysses":
+        attend = site.causal_attention(attend) if causal else attend
+    elif shape.outer == "ring":
+        attend = site.ring_attention(attend)
+    out = attend(query, key, value, attn_mask=mask, is_causal=causal)
+    if shape.ulysses > 1:
         out = site.heads_to_seq(out)
     if shape.layout == "BHSD":
         out = out.transpose(1, 2)
@@ -92,12 +101,24 @@ def attention_errors(shape: Shape) -> tuple[float, float]:
     ours = list(torch.autograd.grad((result * weights).sum(), leaves))
     for gradient in ours:
         dist.all_reduce(gradient)
-    difference = max(float((g / b.degree - p).abs().max()) for g, p in zip(ours, plain_gradients, strict=True))
+    difference = max(float((g / b.cp.degree - p).abs().max()) for g, p in zip(ours, plain_gradients, strict=True))
     return float((result - plain).detach().abs().max()), difference
 
 
-def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-    return F.scaled_dot_product_attention(query, key, value, attn_mask=mask, enable_gqa=query.shape[1] != key.shape[1])
+def _attend_bhsd(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+) -> Tensor:
+    gqa = query.shape[1] != key.shape[1]
+    return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=gqa)
+
+
+def _attend_bshd(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
+    return _attend_bhsd(*(x.transpose(1, 2) for x in (query, key, value)), *rest, **options).transpose(1, 2)
 
 
 def _mask(shape: Shape, total: int, generator: torch.Generator) -> Tensor | None:
@@ -106,7 +127,7 @@ def _mask(shape: Shape, total: int, generator: torch.Generator) -> Tensor | None
         "rows": (shape.batch, 1, total, total),
         "heads": (shape.batch, shape.heads, total, total),
     }
-    if shape.mask == "none":
+    if shape.mask not in sizes:
         return None
     keep = torch.rand(*sizes[shape.mask], generator=generator) < 0.6
     keep[..., 0] = True
@@ -143,7 +164,7 @@ class Traffic(TorchDispatchMode):
 
 def gather_within_errors() -> tuple[float, float]:
     """A mean over all tokens in mid-network: gather_within, the operation, and cut again."""
-    b = binding()
+    b = binding(1)
     region = b.region = Region(b)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 7, 3, generator=generator, dtype=torch.float64).requires_grad_()
@@ -162,5 +183,5 @@ def gather_within_errors() -> tuple[float, float]:
     ours = list(torch.autograd.grad((out * weights).sum(), [x, scale]))
     for gradient in ours:
         dist.all_reduce(gradient)
-    difference = max(float((g / b.degree - p).abs().max()) for g, p in zip(ours, theirs, strict=True))
+    difference = max(float((g / b.cp.degree - p).abs().max()) for g, p in zip(ours, theirs, strict=True))
     return float((out - plain).detach().abs().max()), difference

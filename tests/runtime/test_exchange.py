@@ -17,11 +17,12 @@ EXACT = 1e-12  # float64
 @st.composite
 def shapes(draw: st.DrawFn) -> tuple[int, Shape]:
     degree = draw(st.integers(2, 4))
+    ulysses = draw(st.sampled_from([n for n in (1, 2, 3, 4) if degree % n == 0]))
+    outer = draw(st.sampled_from(["allgather", "ring"])) if ulysses < degree else None
     kv_heads = draw(st.integers(1, 4))
     heads = kv_heads * draw(st.integers(1, 3))
-    strategy = draw(st.sampled_from(["ulysses", "allgather"]))
-    if strategy == "ulysses" and heads < degree:
-        heads = kv_heads * degree
+    if heads < ulysses:
+        heads = kv_heads * ulysses
     lengths = draw(st.lists(st.integers(degree, 13), min_size=1, max_size=3))
     return degree, Shape(
         streams=tuple((f"stream{i}", length) for i, length in enumerate(lengths)),
@@ -30,13 +31,17 @@ def shapes(draw: st.DrawFn) -> tuple[int, Shape]:
         kv_heads=kv_heads,
         channels=draw(st.sampled_from([2, 4])),
         layout=draw(st.sampled_from(["BSHD", "BHSD"])),
-        strategy=strategy,
-        mask=draw(st.sampled_from(["none", "keys", "rows", "heads"])),
+        ulysses=ulysses,
+        outer=outer,
+        mask=draw(st.sampled_from(["none", "causal", "keys", "rows", "heads"])),
         additive=draw(st.booleans()),
+        balanced=outer is not None and draw(st.booleans()),
     )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(case=shapes())
 def test_attention_is_that_of_one_process(pool: WorkerPool, case: tuple[int, Shape]) -> None:
     degree, shape = case

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cpgen.package import STRATEGIES
+from cpgen.strategy import STRATEGIES
 from cpgen.plan import Probe
 from cpgen.resources import shipped_plans
 from cpgen.verify.case import DDP

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from cpgen.diagnostics import CpgenError
-from cpgen.package import STRATEGIES, find_plan
+from cpgen.package import find_plan
+from cpgen.strategy import STRATEGIES
 from cpgen.plan import Probe
 from cpgen.source import SourceTree
 from cpgen.target import find_target

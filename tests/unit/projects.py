@@ -11,6 +11,7 @@ from pathlib import Path
 from cpgen.cli import main
 from cpgen.plan_loader import load_plan
 from cpgen.source import SourceTree
+from cpgen.strategy import Exchange
 from cpgen.surgery.operate import Operation, operate
 from cpgen.target import find_target
 
@@ -93,6 +94,16 @@ def plan_text(
     return "\n".join(lines) + "\n"
 
 
+# Each form of an attention call, by the name that the tests have for it.
+FORMS = {
+    "ulysses": Exchange(True, None),
+    "allgather": Exchange(False, "allgather"),
+    "ring": Exchange(False, "ring"),
+    "ulysses in allgather": Exchange(True, "allgather"),
+    "ulysses in ring": Exchange(True, "ring"),
+}
+
+
 def operation(
     folder: Path, source: str | bytes, plan: str, strategy: str = "ulysses", *, file: str = "transformer_made.py"
 ) -> Operation:
@@ -101,7 +112,9 @@ def operation(
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_bytes(source if isinstance(source, bytes) else source.encode())
     tree = SourceTree()
-    return operate(find_target(f"{path}:Model", tree), load_plan(plan, "made.yaml"), strategy, "cpgen.runtime", tree)
+    return operate(
+        find_target(f"{path}:Model", tree), load_plan(plan, "made.yaml"), FORMS[strategy], "cpgen.runtime", tree
+    )
 
 
 def operated(

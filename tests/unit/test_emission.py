@@ -20,8 +20,9 @@ import pytest
 import cpgen
 from cpgen import resources
 from cpgen.diagnostics import CpgenError
-from cpgen.package import STRATEGIES, Package, Request, generate
+from cpgen.package import Package, Request, generate
 from cpgen.source import SourceTree
+from cpgen.strategy import STRATEGIES
 from tests.unit.projects import MODELS, REPOSITORY, TINY, TINY_MODEL, TINY_PLAN, module_text, plan_text
 
 TREE = SourceTree()

@@ -11,12 +11,12 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cpgen import resources
-from cpgen.package import STRATEGIES, read_plan
+from cpgen.package import read_plan
 from cpgen.source import SourceModule, SourceTree
 from cpgen.surgery.erase import difference, erase
 from cpgen.surgery.operate import Operation, operate
 from cpgen.target import find_target
-from tests.unit.projects import MODELS, TINY, TINY_PLAN, module_text
+from tests.unit.projects import FORMS, MODELS, TINY, TINY_PLAN, module_text
 
 TREE = SourceTree()
 MARK = "# cpgen:"
@@ -26,7 +26,7 @@ MARK = "# cpgen:"
 def operation(model: str, strategy: str) -> Operation:
     target = find_target(TINY if model == "tiny" else model, TREE)
     path = TINY_PLAN if model == "tiny" else resources.shipped_plans()[model]
-    return operate(target, read_plan(path, path.name), strategy, "cpgen.runtime", TREE)
+    return operate(target, read_plan(path, path.name), FORMS[strategy], "cpgen.runtime", TREE)
 
 
 def problem(operation: Operation, index: int, text: str) -> str | None:
@@ -40,7 +40,7 @@ def problem(operation: Operation, index: int, text: str) -> str | None:
     return difference(text, upstream, TREE, names, local)
 
 
-@pytest.mark.parametrize("strategy", STRATEGIES)
+@pytest.mark.parametrize("strategy", FORMS)
 @pytest.mark.parametrize("model", MODELS.values())
 def test_shipped_plan_erases_to_upstream(model: str, strategy: str) -> None:
     made = operation(model, strategy)

@@ -14,7 +14,7 @@ from cpgen.plan import Plan
 from cpgen.source import SourceTree
 from cpgen.surgery.operate import operate
 from cpgen.target import find_target
-from tests.unit.projects import function_in
+from tests.unit.projects import FORMS, function_in
 
 PLAN = """\
     _cp_plan = {
@@ -213,7 +213,7 @@ def test_results_unpacked_into_variables(tmp_path: Path) -> None:
 def test_plan_fits_its_source(tmp_path: Path, strategy: str) -> None:
     tree = SourceTree()
     target = find_target(written(tmp_path), tree)
-    text = operate(target, native_plan(target, tree), strategy, "cpgen.runtime", tree).files[0].text
+    text = operate(target, native_plan(target, tree), FORMS[strategy], "cpgen.runtime", tree).files[0].text
     forward = function_in(text[text.index("class Model") :], "def forward")
     assert forward == textwrap.dedent(
         '''\

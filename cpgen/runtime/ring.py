@@ -1,0 +1,195 @@
+"""Ring attention: keys and values travel around the ranks block by block, and each rank attends to one at a time.
+
+A block's attention comes with its log-sum-exp, by which partial results merge (as FlashAttention's do over blocks of
+keys). Memory for keys and values stays that of two blocks; nothing but a rank's own tensors is kept for backward.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .binding import Axis
+from .kernels import attend, attend_backward
+
+_ops = torch.ops._c10d_functional
+# An additive mask below this leaves nothing of the scores beside it in float32: a row of nothing else is shifted.
+_ABSORBING = -1e4
+
+Runs = list[tuple[int, int]]
+
+
+def ring_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    positions: list[Runs],
+    axis: Axis,
+    kernel: str,
+    causal: bool,
+    scale: float,
+) -> Tensor:
+    """Attention of this rank's queries (B, H, Sq, D) to the keys and values (B, Hkv, Sk, D) of all ranks on `axis`.
+
+    `positions` holds for each rank the (start, size) runs of its tokens in the whole sequence. `mask` is None or 4-D,
+    broadcastable to (B, H, Sq, S), bool or additive; its columns are in the order of the whole sequence. `causal` goes
+    by position. Sends keys and values P - 1 times, in backward once more so, and their gradients as often, in float32.
+
+    Raises ValueError for a mask that requires a gradient.
+    """
+    if mask is not None and mask.requires_grad:
+        raise ValueError("ring attention gives no gradient to its mask: use ulysses or allgather for a learned bias")
+    if mask is not None and mask.dtype != torch.bool:
+        # Softmax does not see a shift of a row. Without it such a row's log-sum-exp would lose the number of keys.
+        most = mask.amax(dim=-1, keepdim=True)
+        mask = mask - torch.where((most < _ABSORBING) & most.isfinite(), most, 0)
+    out: Tensor = _Ring.apply(query, key, value, mask, positions, axis, kernel, causal, scale)  # type: ignore[no-untyped-call]
+    return out
+
+
+class _Ring(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        positions: list[Runs],
+        axis: Axis,
+        kernel: str,
+        causal: bool,
+        scale: float,
+    ) -> Tensor:
+        exact = torch.float64 if query.dtype == torch.float64 else torch.float32
+        whole = torch.zeros(query.shape, dtype=exact, device=query.device)
+        lse = torch.full(query.shape[:-1], float("-inf"), dtype=exact, device=query.device)
+        counts = [sum(size for _, size in runs) for runs in positions]
+        block = _pack(key, value)
+        with torch.autocast(query.device.type, enabled=False):
+            for step in range(axis.degree):
+                source = (axis.rank - step) % axis.degree
+                # The next block travels while this one computes.
+                coming = _pass_on(block, counts, source, axis) if step + 1 < axis.degree else block
+                keys, values = _unpack(block, key, counts[source])
+                columns = None if mask is None else _columns(mask, positions[source])
+                for rows, cols, square in _pieces(positions, axis.rank, source, causal):
+                    part, part_lse = attend(kernel, *_cut(query, keys, values, columns, rows, cols), square, scale)
+                    _merge(whole, lse, part, part_lse, rows)
+                block = _ops.wait_tensor(coming) if step + 1 < axis.degree else coming
+        out = whole.to(query.dtype)
+        ctx.save_for_backward(query, key, value, mask, out, lse)
+        ctx.options = positions, axis, kernel, causal, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        query, key, value, mask, out, lse = ctx.saved_tensors
+        positions, axis, kernel, causal, scale = ctx.options
+        counts = [sum(size for _, size in runs) for runs in positions]
+        query_grad = torch.zeros(query.shape, dtype=lse.dtype, device=query.device)
+        block = _pack(key, value)
+        own = travelling = block  # gradients of keys and values: of this rank's block, and of the block at hand
+        with torch.autocast(query.device.type, enabled=False):
+            for step in range(axis.degree):
+                source = (axis.rank - step) % axis.degree
+                coming = _pass_on(block, counts, source, axis) if step + 1 < axis.degree else block
+                keys, values = _unpack(block, key, counts[source])
+                columns = None if mask is None else _columns(mask, positions[source])
+                found = torch.zeros(2, *keys.shape, dtype=lse.dtype, device=query.device)
+                for rows, cols, square in _pieces(positions, axis.rank, source, causal):
+                    arguments = _cut(query, keys, values, columns, rows, cols)
+                    grads = attend_backward(
+                        kernel,
+                        grad.narrow(2, *rows),
+                        *arguments,
+                        out.narrow(2, *rows),
+                        lse.narrow(2, *rows),
+                        square,
+                        scale,
+                    )
+                    query_grad.narrow(2, *rows).add_(grads[0])
+                    found[0].narrow(2, *cols).add_(grads[1])
+                    found[1].narrow(2, *cols).add_(grads[2])
+                flat = found.reshape(-1)
+                if step == 0:
+                    own = flat
+                else:
+                    # What the ranks before this one found for the block came behind it; at the last step it goes home.
+                    travelling = flat if step == 1 else flat + _ops.wait_tensor(travelling)
+                    travelling = _pass_on(travelling, counts, source, axis)
+                block = _ops.wait_tensor(coming) if step + 1 < axis.degree else coming
+            own = own + _ops.wait_tensor(travelling)
+        key_grad, value_grad = own.reshape(2, *key.shape)
+        grads = (query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype))
+        return (*grads, None, None, None, None, None, None)
+
+
+def _pack(key: Tensor, value: Tensor) -> Tensor:
+    return torch.cat([key.reshape(-1), value.reshape(-1)])
+
+
+def _unpack(block: Tensor, like: Tensor, tokens: int) -> tuple[Tensor, Tensor]:
+    keys, values = block.reshape(2, like.shape[0], like.shape[1], tokens, like.shape[3]).unbind()
+    return keys, values
+
+
+def _pass_on(block: Tensor, counts: list[int], source: int, axis: Axis) -> Tensor:
+    """Start to send `block`, which is `source`'s, to the next rank, and to receive from the one before. Not waited for.
+
+    An all-to-all in which a rank has one sender and one receiver: nothing travels between others.
+    """
+    degree = axis.degree
+    before = (source - 1) % degree
+    size = block.numel()
+    send = [size if rank == (axis.rank + 1) % degree else 0 for rank in range(degree)]
+    coming = size // counts[source] * counts[before]
+    receive = [coming if rank == (axis.rank - 1) % degree else 0 for rank in range(degree)]
+    out: Tensor = _ops.all_to_all_single(block, receive, send, axis.group)
+    return out
+
+
+Span = tuple[int, int]  # (start, size)
+
+
+def _pieces(positions: list[Runs], rank: int, source: int, causal: bool) -> list[tuple[Span, Span, bool]]:
+    """What of `source`'s block the queries of `rank` see: (rows, columns, whether causal within), by local index."""
+    rows, columns = (sum(size for _, size in positions[at]) for at in (rank, source))
+    if not causal or rank == source:
+        return [((0, rows), (0, columns), causal)]
+    found: list[tuple[Span, Span, bool]] = []
+    at = 0
+    for start, size in positions[rank]:
+        # Parts of different ranks don't overlap, and are in ascending order: what comes before begins the block.
+        seen = sum(other_size for other, other_size in positions[source] if other < start)
+        if size and seen:
+            found.append(((at, size), (0, seen), False))
+        at += size
+    return found
+
+
+def _columns(mask: Tensor, runs: Runs) -> Tensor:
+    if mask.shape[-1] == 1:
+        return mask
+    return torch.cat([mask.narrow(-1, start, size) for start, size in runs], dim=-1)
+
+
+def _cut(
+    query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None, rows: Span, columns: Span
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    # Masks and causal pieces exclude each other, so a mask is never cut.
+    return query.narrow(2, *rows), keys.narrow(2, *columns), values.narrow(2, *columns), mask
+
+
+def _merge(whole: Tensor, lse: Tensor, part: Tensor, part_lse: Tensor, rows: Span) -> None:
+    """Add a block's result to the rows that have it, in place: each weighs as much as its keys."""
+    out, old = whole.narrow(2, *rows), lse.narrow(2, *rows)
+    new = torch.logaddexp(old, part_lse)
+    # A row that has seen no key yet has -inf in both.
+    reference = torch.where(new == float("-inf"), 0, new)
+    kept, added = ((each - reference).exp().unsqueeze(-1) for each in (old, part_lse))
+    out.copy_(out * kept + part * added)
+    old.copy_(new)
