@@ -14,7 +14,7 @@ from cpgen.conditions import ConditionError, parse_condition
 from cpgen.diagnostics import CpgenError, Finding, fail
 from cpgen.plan import AttentionFunction, Gather, Plan, Shard, Site
 from cpgen.source import SourceTree
-from cpgen.surgery.functions import Function, attention_function, method, submodules
+from cpgen.surgery.functions import Function, attention_function, may_be_causal, method, submodules
 from cpgen.target import Target
 
 LATENT, TEXT = "hidden_states", "encoder_hidden_states"  # diffusers' names for the two usual streams
@@ -276,8 +276,9 @@ class _Reader:
         place = self.target.module.location(call)
         streams = self._token_streams()
         latent = self._main_stream() or LATENT
+        kind = "causal" if may_be_causal(call) else "self"
         if TEXT not in streams or latent == TEXT:
-            return Site(number, "self", (latent,), when=when, location=place)
+            return Site(number, kind, (latent,), when=when, location=place)
         order = _concatenation_order(function)
         if order is not None:
             joint = tuple(TEXT if is_text else latent for is_text in order)
@@ -286,7 +287,7 @@ class _Reader:
             # Self- and cross-attention in one function, and the text is cut: its keys are put together like others.
             given = f"{TEXT} is not None"
             return Site(number, "cross", (latent,), (TEXT,), given, (latent,), location=place)
-        return Site(number, "self", (latent,), when=when, location=place)
+        return Site(number, kind, (latent,), when=when, location=place)
 
     # The source
 

@@ -128,9 +128,10 @@ def request_from_manifest(manifest: dict[str, Any], folder: Path) -> Request:
             model=str(options["model"]),
             cp=int(options["cp"]),
             strategy=str(options["strategy"]),
-            ulysses_degree=None if options["ulysses_degree"] is None else int(options["ulysses_degree"]),
-            outer=None if options["outer"] is None else str(options["outer"]),
-            load_balance=bool(options["load_balance"]),
+            # Packages of earlier versions have no such entries.
+            ulysses_degree=None if (degree := options.get("ulysses_degree")) is None else int(degree),
+            outer=None if (outer := options.get("outer")) is None else str(outer),
+            load_balance=bool(options.get("load_balance", False)),
             tp=int(options["tp"]),
             plan=None if options["plan"] is None else folder / str(options["plan"]),
             package=str(manifest["package"]),
@@ -163,6 +164,12 @@ def _check_package_name(name: str) -> None:
 
 def _strategy(request: Request, target: Target, plan: Plan) -> Strategy:
     """The strategy with its degrees. Raises CpgenError where this model cannot have it."""
+    if request.load_balance and not any(site.kind == "causal" for entry in plan.attention for site in entry.sites):
+        raise fail(
+            "CP403",
+            f"--load-balance: {target.class_name} has no causal attention",
+            note="in full attention every token attends to all others, so equal parts are equal work already",
+        )
     heads = default_heads(target, plan)
     options = (request.strategy, request.cp, request.ulysses_degree, request.outer, request.load_balance)
     strategy = resolve(*options, heads)
@@ -174,12 +181,6 @@ def _strategy(request: Request, target: Target, plan: Plan) -> Strategy:
             f"{heads} attention heads",
             note="ulysses gives each rank at least one head; heads need not divide evenly",
             help=f"{option} {heads} or less, or --strategy allgather or ring, which have no such limit",
-        )
-    if request.load_balance and not any(site.kind == "causal" for entry in plan.attention for site in entry.sites):
-        raise fail(
-            "CP403",
-            f"--load-balance: {target.class_name} has no causal attention",
-            note="in full attention every token attends to all others, so equal parts are equal work already",
         )
     return strategy
 

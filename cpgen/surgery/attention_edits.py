@@ -9,7 +9,7 @@ from cpgen.diagnostics import Finding, did_you_mean
 from cpgen.plan import AttentionFunction, Site, Whole
 from cpgen.strategy import Exchange
 from cpgen.surgery.edits import Edit, Insertion
-from cpgen.surgery.functions import ATTENTION_LAYOUT, Function, attention_function
+from cpgen.surgery.functions import ATTENTION_LAYOUT, Function, argument, attention_function, may_be_causal
 from cpgen.surgery.region_edits import wrap
 
 
@@ -77,16 +77,15 @@ def _site_edits(
             "the call must stand in a statement of its own, which always runs it: not in a condition or a branch of one"
         )
         return []
-    tensors = [_argument(call, position, name) for position, name in enumerate(("query", "key", "value"))]
+    tensors = [argument(call, position, name) for position, name in enumerate(("query", "key", "value"))]
     if not all(isinstance(tensor, ast.Name) for tensor in tensors):
         find("query, key and value of the call must be variables")
         return []
     query, key, value = (tensor.id for tensor in tensors)  # type: ignore[union-attr]
-    causal = _argument(call, 5, "is_causal")
-    may_be_causal = causal is not None and not (isinstance(causal, ast.Constant) and causal.value is False)
-    if may_be_causal and site.kv is not None:
+    causal = may_be_causal(call)
+    if causal and site.kv is not None:
         find("the call may be causal, but its keys are other streams than its queries")
-    if site.kind != "causal" and may_be_causal:
+    if causal and site.kind != "causal":
         find(f"the call may be causal, but the plan says {site.kind}", "write kind: causal")
     target = statement.targets[0] if isinstance(statement, ast.Assign) and statement.value is call else None
     others = target.elts[1:] if isinstance(target, (ast.Tuple, ast.List)) else []
@@ -118,12 +117,12 @@ def _site_edits(
         rebound = rebound or (key, value)
     if exchange.outer == "ring":
         edits.append(wrap(function, call.func, f"{cp}.ring_attention(", ")", "keys and values of all tokens, in turn"))
-    elif exchange.outer == "allgather" and may_be_causal:
+    elif exchange.outer == "allgather" and causal:
         edits.append(wrap(function, call.func, f"{cp}.causal_attention(", ")", "this rank's rows of the causal mask"))
     later = _later_use(function, call, statement, rebound)
     if later is not None:
         find(f"'{later.id}' is used again at line {later.lineno}, where it would be the exchanged one")
-    mask = _argument(call, 3, "attn_mask")
+    mask = argument(call, 3, "attn_mask")
     if mask is not None and not (isinstance(mask, ast.Constant) and mask.value is None):
         # Cut to heads first, while its rows are whole. Ring attention cuts rows by itself.
         methods = {"mask_rows": exchange.outer == "allgather", "mask_heads": exchange.ulysses}
@@ -210,13 +209,6 @@ def _whole_edits(whole: Whole, function: Function, cp: str, findings: list[Findi
             indent = function.module.indent(last)
             edits.append(Insertion(line, indent, code, "this rank's again", follows=True))
     return edits
-
-
-def _argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
-    for keyword in call.keywords:
-        if keyword.arg == name:
-            return keyword.value
-    return call.args[position] if position < len(call.args) else None
 
 
 _SIMPLE_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)

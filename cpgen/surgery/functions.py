@@ -125,6 +125,20 @@ def attention_function(node: ast.AST) -> str | None:
     return name if name in ATTENTION_LAYOUT else None
 
 
+def argument(call: ast.Call, position: int, name: str) -> ast.expr | None:
+    """What `call` is given for a parameter, by keyword or position."""
+    for keyword in call.keywords:
+        if keyword.arg == name:
+            return keyword.value
+    return call.args[position] if position < len(call.args) else None
+
+
+def may_be_causal(call: ast.Call) -> bool:
+    """Whether an attention call has a causal flag that is not plainly false."""
+    causal = argument(call, 5, "is_causal")
+    return causal is not None and not (isinstance(causal, ast.Constant) and causal.value is False)
+
+
 def attention_references(module: SourceModule) -> list[ast.expr]:
     """Every mention of an attention function in a file: by its name, an alias from an import, or an attribute."""
     aliases = {name for name, (_, inner) in module.imported.items() if inner in ATTENTION_LAYOUT}

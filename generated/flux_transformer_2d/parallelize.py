@@ -79,8 +79,9 @@ def parallelize(
     )
     bind_context_parallel(
         model,
-        mesh["cp"],
-        strategy="ulysses",
+        mesh,
+        ulysses_degree=CP_DEGREE,
+        load_balance=False,
         blocks=block_lists(model),
         heads=model.config.num_attention_heads,
         processors=(

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from cpgen.strategy import STRATEGIES
 from cpgen.plan import Probe
 from cpgen.resources import shipped_plans
+from cpgen.strategy import STRATEGIES
 from cpgen.verify.case import DDP
 from cpgen.verify.pool import WorkerPool
 from cpgen.verify.run import PackageToVerify, verify

@@ -9,9 +9,9 @@ import pytest
 
 from cpgen.diagnostics import CpgenError
 from cpgen.package import find_plan
-from cpgen.strategy import STRATEGIES
 from cpgen.plan import Probe
 from cpgen.source import SourceTree
+from cpgen.strategy import STRATEGIES
 from cpgen.target import find_target
 from cpgen.verify.pool import WorkerPool
 from cpgen.verify.run import PackageToVerify, verify

@@ -120,6 +120,8 @@ def render(name: str, **context: Any) -> str:
         "cp": 1,
         "tp": 1,
         "strategy": "ulysses",
+        "ulysses_degree": 1,
+        "load_balance": False,
         "blocks": ["transformer_blocks", "single_transformer_blocks"],
         "heads": None,
         "processors": [],

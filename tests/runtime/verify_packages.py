@@ -181,6 +181,8 @@ def _write(
         cp=cp,
         tp=1,
         strategy=strategy,
+        ulysses_degree=1,
+        load_balance=False,
         heads=stub.heads,
         blocks=("blocks",),
         processors=[{"module": stub.module, "name": name} for name in stub.processors],

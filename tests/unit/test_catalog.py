@@ -24,7 +24,7 @@ def test_every_transformer_has_a_row_and_its_state() -> None:
     for model in MODELS.values():
         row = rows[model]
         assert row["state"] == "plan" and row["plan"].startswith("plans/") and row["probes"] and row["streams"]
-        assert row["strategies"] == ["ulysses", "allgather"] and row["diffusers"]
+        assert row["strategies"] == ["ulysses", "allgather", "ring", "hybrid"] and row["diffusers"]
     states = {row["state"] for row in rows.values()}
     assert states == {"plan", "own plan", "no plan"}
     assert all(row["plan"] is None and not row["streams"] for row in rows.values() if row["state"] != "plan")

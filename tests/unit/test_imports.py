@@ -16,7 +16,7 @@ from cpgen.plan_loader import load_plan
 from cpgen.source import SourceTree
 from cpgen.surgery.operate import Operation, operate
 from cpgen.target import find_target
-from tests.unit.projects import CALL, FORWARD, module_text, operated, plan_text
+from tests.unit.projects import CALL, FORMS, FORWARD, module_text, operated, plan_text
 
 # A package like diffusers: the model in made/models/transformers/, what it uses in other files.
 MODEL = """\
@@ -156,7 +156,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def emitted(plan: str | None = None) -> Operation:
     tree = SourceTree()
     target = find_target("made.models.transformers.transformer_made:Model", tree)
-    return operate(target, load_plan(plan or plan_text(), "made.yaml"), "ulysses", "cpgen.runtime", tree)
+    return operate(target, load_plan(plan or plan_text(), "made.yaml"), FORMS["ulysses"], "cpgen.runtime", tree)
 
 
 def text_of(operation: Operation, name: str) -> str:
@@ -303,7 +303,7 @@ def test_model_file_in_a_package_is_named_by_path(package: Path) -> None:
     path = package / "models/transformers/transformer_made.py"
     tree = SourceTree()
     operation = operate(
-        find_target(f"{path}:Model", tree), load_plan(plan_text(), "p"), "ulysses", "cpgen.runtime", tree
+        find_target(f"{path}:Model", tree), load_plan(plan_text(), "p"), FORMS["ulysses"], "cpgen.runtime", tree
     )
     assert "from made.utils import logging\n" in text_of(operation, "transformer_made.py")
 

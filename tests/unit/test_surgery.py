@@ -427,9 +427,8 @@ def test_query_key_value_by_position_and_by_keyword(tmp_path: Path, arguments: s
 
 
 def test_call_that_returns_a_tuple(tmp_path: Path) -> None:
-    call = CALL.replace("out = ", "out, lse = ").replace("return out", "return out, lse")
-    text = operated(tmp_path, module_text(call=call), plan_text())
-    after = "        out, lse = dispatch_attention_fn(query, key, value)\n        out = cp.heads_to_seq(out)"
+    text = operated(tmp_path, module_text(call=CALL.replace("out = ", "out, _ = ")), plan_text())
+    after = "        out, _ = dispatch_attention_fn(query, key, value)\n        out = cp.heads_to_seq(out)"
     assert after in text
 
 
@@ -689,15 +688,12 @@ def test_plan_that_does_not_fit_the_source(tmp_path: Path, forward: str, plan: d
         (CALL.replace("value)\n    r", "value) if attn.on else key\n    r"), "ulysses", "a statement of its own"),
         (CALL.replace("return out", "return out + query"), "ulysses", "'query' is used again at line 8"),
         (
-            CALL.replace("value)\n    r", "value, is_causal=True)\n    r"),
-            "allgather",
-            "a causal call needs all queries",
-        ),
-        (
             CALL.replace("value)\n    r", "value, is_causal=attn.c)\n    r"),
-            "allgather",
-            "a causal call needs all queries",
+            "ulysses",
+            "may be causal, but the plan says",
         ),
+        (CALL.replace("out = ", "out, lse = ").replace("return out", "return out, lse"), "ulysses", "'lse', which the"),
+        (CALL.replace("out = ", "out, _ = "), "ring", "returns the output alone"),
     ],
 )
 def test_call_that_cannot_exchange(tmp_path: Path, call: str, strategy: str, found: str) -> None:
@@ -720,9 +716,39 @@ def test_harmless_uses_behind_the_call(tmp_path: Path, ending: str, strategy: st
     ).replace("\n        ", "\n    ")
 
 
-def test_causal_call_exchanges_heads(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("form", "called"),
+    [
+        ("ulysses", "dispatch_attention_fn(query, key, value, is_causal=True)"),
+        ("allgather", "cp.causal_attention(dispatch_attention_fn)(query, key, value, is_causal=True)"),
+        ("ring", "cp.ring_attention(dispatch_attention_fn)(query, key, value, is_causal=True)"),
+        ("ulysses in allgather", "cp.causal_attention(dispatch_attention_fn)(query, key, value, is_causal=True)"),
+        ("ulysses in ring", "cp.ring_attention(dispatch_attention_fn)(query, key, value, is_causal=True)"),
+    ],
+)
+def test_causal_call(tmp_path: Path, form: str, called: str) -> None:
     call = CALL.replace("value)\n    r", "value, is_causal=True)\n    r")
-    assert "cp.seq_to_heads" in operated(tmp_path, module_text(call=call), plan_text())
+    text = operated(
+        tmp_path, module_text(call=call), plan_text(sites="[{call: 0, kind: causal, stream: latent}]"), form
+    )
+    assert f"out = {called}" in text
+    assert text.count("cp.seq_to_heads(") == text.count("cp.heads_to_seq(") == ("ulysses" in form)
+    assert text.count("cp.gather_kv(") == ("allgather" in form)
+
+
+@pytest.mark.parametrize(
+    ("form", "mask"),
+    [
+        ("ulysses", "cp.mask_heads(mask)"),
+        ("allgather", "cp.mask_rows(mask)"),
+        ("ring", "mask"),
+        ("ulysses in allgather", "cp.mask_rows(cp.mask_heads(mask))"),
+        ("ulysses in ring", "cp.mask_heads(mask)"),
+    ],
+)
+def test_mask(tmp_path: Path, form: str, mask: str) -> None:
+    call = CALL.replace("value)\n    r", "value, attn_mask=mask)\n    r").replace("value):", "value, mask):")
+    assert f"value, attn_mask={mask})" in operated(tmp_path, module_text(call=call), plan_text(), form)
 
 
 def test_attention_that_the_plan_forgot(tmp_path: Path) -> None:
