@@ -10,6 +10,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpgen.runtime.attention import attention_site
@@ -147,18 +148,21 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
         namespace, name = func.namespace, func._schema.name.rpartition("::")[2]
         if namespace == "_c10d_functional" and name != "wait_tensor":
-            self.calls[name] = self.calls.get(name, 0) + 1
-            world, rank = dist.get_world_size(), dist.get_rank()
+            group = _resolve_process_group(args[-1])
+            peers, rank = group.size(), group.rank()
             size = args[0].element_size()
             if name == "all_to_all_single":
                 send = args[2]
                 self.sent += (sum(send) - send[rank]) * size
+                # In a ring each rank has one neighbour to send to.
+                name = "ring_step" if sum(count > 0 for count in send) == 1 < peers else name
             elif name == "all_gather_into_tensor":
-                self.sent += args[0].numel() * (world - 1) * size
+                self.sent += args[0].numel() * (peers - 1) * size
             elif name == "reduce_scatter_tensor":
-                self.sent += args[0].numel() * (world - 1) // world * size
+                self.sent += args[0].numel() * (peers - 1) // peers * size
             else:
                 raise AssertionError(f"an unexpected collective: {name}")
+            self.calls[name] = self.calls.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
 
 

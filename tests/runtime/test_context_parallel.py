@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -49,41 +50,61 @@ def sized(probe: Probe, **shapes: tuple[int, ...]) -> Probe:
 
 # Traffic, against the table of the design. Even lengths, so that nothing is padded; N = B * S * H * D * itemsize.
 
+WAYS = [  # strategy, its options, cp
+    ("ulysses", {}, 2),
+    ("ulysses", {}, 4),
+    ("allgather", {}, 2),
+    ("allgather", {}, 4),
+    ("ring", {}, 2),
+    ("ring", {}, 4),
+    ("hybrid", {"ulysses_degree": 2}, 4),
+    ("hybrid", {"ulysses_degree": 2, "outer": "ring"}, 4),
+]
 
-@pytest.mark.parametrize("cp", [2, 4])
-@pytest.mark.parametrize("strategy", ["ulysses", "allgather"])
-def test_wan_sends_what_the_table_says(tmp_path: Path, pool: WorkerPool, cp: int, strategy: str) -> None:
-    emitted = emit(tmp_path, WAN, cp, strategy)
+
+def expected_traffic(
+    strategy: str, options: dict[str, Any], cp: int, layers: int, n: int
+) -> tuple[dict[str, int], int, dict[str, int], int]:
+    """Collectives and bytes sent by a rank's attention in forward and in backward, in float32."""
+    inner = {"ulysses": cp, "hybrid": options.get("ulysses_degree")}.get(strategy, 1)
+    outer = cp // inner
+    ring = "ring" in (strategy, options.get("outer"))
+    heads = 4 * n * (inner - 1) // (inner * cp)
+    keys = 2 * n * (outer - 1) // cp
+    exchanges = {"all_to_all_single": 2 * layers} if inner > 1 else {}
+    steps = {"ring_step": (outer - 1) * layers} if ring else {}
+    gathers = {"all_gather_into_tensor": layers} if outer > 1 and not ring else {}
+    # In backward of a ring keys and values travel again, and their gradients, which are float32, as far.
+    twice = {name: 2 * count for name, count in steps.items()}
+    scatters = {"reduce_scatter_tensor": layers} if gathers else {}
+    sent_back = heads + (2 * keys if ring else keys)
+    return exchanges | steps | gathers, layers * (heads + keys), exchanges | twice | scatters, layers * sent_back
+
+
+@pytest.mark.parametrize(("strategy", "options", "cp"), WAYS)
+def test_wan_sends_what_the_table_says(
+    tmp_path: Path, pool: WorkerPool, strategy: str, options: dict[str, Any], cp: int
+) -> None:
+    emitted = emit(tmp_path, WAN, cp, strategy, **options)
     probe = sized(emitted.probe("text-to-video"), hidden_states=(2, 4, 2, 4, 8))  # 16 tokens
-    layers, n = 2, 2 * 16 * 4 * 12 * 4
+    calls, bytes_, calls_back, bytes_back = expected_traffic(strategy, options, cp, 2, 2 * 16 * 4 * 12 * 4)
+    calls["all_gather_into_tensor"] = calls.get("all_gather_into_tensor", 0) + 1  # the region's exit
     exit_bytes = 2 * 16 * 16 // cp * 4 * (cp - 1)  # the output: 4 channels of 1 x 2 x 2 patches
     for forward, sent, backward, sent_back in pool.run(traffic, emitted, probe, world_size=cp):
-        if strategy == "ulysses":
-            attention = layers * 4 * n * (cp - 1) // cp**2
-            assert forward == {"all_to_all_single": 2 * layers, "all_gather_into_tensor": 1}
-            assert backward == {"all_to_all_single": 2 * layers}
-        else:
-            attention = layers * 2 * n * (cp - 1) // cp
-            assert forward == {"all_gather_into_tensor": layers + 1}
-            assert backward == {"reduce_scatter_tensor": layers}
         # Cross-attention on whole text, and the region's entry, send nothing.
-        assert sent == attention + exit_bytes
-        assert sent_back == attention
+        assert (forward, sent) == (calls, bytes_ + exit_bytes)
+        assert (backward, sent_back) == (calls_back, bytes_back)
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "allgather"])
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather", "ring"])
 def test_joint_attention_costs_as_much_as_self_attention(tmp_path: Path, pool: WorkerPool, strategy: str) -> None:
     emitted = emit(tmp_path, FLUX, 2, strategy)
     probe = emitted.probe("guidance-and-controlnet")  # 16 + 8 tokens, 2 double and 2 single blocks
-    layers, n = 4, 1 * 24 * 4 * 16 * 4
-    exit_bytes = 8 * 8 * 4
-    for forward, sent, _, _ in pool.run(traffic, emitted, probe, world_size=2):
-        if strategy == "ulysses":
-            assert forward == {"all_to_all_single": 2 * layers, "all_gather_into_tensor": 1}
-            assert sent == layers * 4 * n // 4 + exit_bytes
-        else:
-            assert forward == {"all_gather_into_tensor": layers + 1}
-            assert sent == layers * 2 * n // 2 + exit_bytes
+    calls, bytes_, calls_back, bytes_back = expected_traffic(strategy, {}, 2, 4, 1 * 24 * 4 * 16 * 4)
+    calls["all_gather_into_tensor"] = calls.get("all_gather_into_tensor", 0) + 1
+    for forward, sent, backward, sent_back in pool.run(traffic, emitted, probe, world_size=2):
+        assert (forward, sent) == (calls, bytes_ + 8 * 8 * 4)
+        assert (backward, sent_back) == (calls_back, bytes_back)
 
 
 # Recomputation
@@ -202,14 +223,14 @@ def test_dropout_leaves_the_random_state_of_peers_equal(tmp_path: Path, pool: Wo
     assert results[0][0] != results[0][1] and results[0][2]
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "allgather"])
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather", "ring"])
 def test_a_mask_of_pairs_without_batch(tmp_path: Path, pool: WorkerPool, strategy: str) -> None:
     emitted = emit(tmp_path, FLUX, 2, strategy)
     for difference in pool.run(with_pair_mask, emitted, emitted.probe("joint"), 22, world_size=2):
         assert difference <= TOLERANCE
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "allgather"])
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather", "ring"])
 def test_autocast(tmp_path: Path, pool: WorkerPool, strategy: str) -> None:
     # HunyuanVideo's query and key are float32 under autocast, its value bfloat16.
     emitted = emit(tmp_path, "HunyuanVideoTransformer3DModel", 2, strategy)
@@ -220,7 +241,7 @@ def test_autocast(tmp_path: Path, pool: WorkerPool, strategy: str) -> None:
 # Compilation
 
 
-@pytest.mark.parametrize("strategy", ["ulysses", "allgather"])
+@pytest.mark.parametrize("strategy", ["ulysses", "allgather", "ring"])
 def test_a_second_size_compiles_to_one_graph_too(tmp_path: Path, pool: WorkerPool, strategy: str) -> None:
     emitted = emit(tmp_path, TINY, 2, strategy)
     sizes = tuple(sized(emitted.probe(), hidden_states=(2, 4, h, w)) for h, w in ((4, 6), (3, 9)))
