@@ -112,8 +112,8 @@ def attend_backward(
         dq, dk, dv = (torch.zeros_like(tensor, dtype=dtype) for tensor in (query, key, value))
         return dq, dk, dv
     block = _block(kernel, query, key, value, mask, causal, scale)
-    # exp(S - inf) is 0, where exp(-inf - -inf) is not a number. The CUDA operators mark such rows likewise.
-    lse = lse.masked_fill(lse == -_INFINITY, _INFINITY)
+    # exp(S - inf) is 0, where exp(-inf - -inf) is not a number. Operators take it as contiguous without a look.
+    lse = lse.masked_fill(lse == -_INFINITY, _INFINITY).contiguous()
     dq, dk, dv = _BACKWARD[kernel](block, grad_out.to(dtype), out.to(dtype), lse)
     return dq, _sum_heads(dk, key.shape[1]), _sum_heads(dv, key.shape[1])
 
@@ -155,7 +155,7 @@ def _additive(mask: Tensor | None, dtype: torch.dtype) -> Tensor | None:
     if mask is None:
         return None
     if mask.dtype == torch.bool:
-        return torch.zeros_like(mask, dtype=dtype).masked_fill(~mask, -_INFINITY)
+        return torch.zeros_like(mask, dtype=dtype).masked_fill(mask.logical_not(), -_INFINITY)
     return mask.to(dtype)
 
 
@@ -178,7 +178,7 @@ def _math(block: _Block) -> tuple[Tensor, Tensor]:
     with torch.autocast(query.device.type, enabled=False):
         scores = _scores(block)
         lse = torch.logsumexp(scores, -1)
-        weights = torch.exp(scores - lse.masked_fill(lse == -_INFINITY, _INFINITY).unsqueeze(-1))
+        weights = torch.exp(scores - lse.unsqueeze(-1))
         return (weights @ value.to(scores.dtype)).to(query.dtype), lse
 
 
@@ -200,13 +200,13 @@ def _scores(block: _Block) -> Tensor:
     return scores if bias is None else scores + bias
 
 
-# CPU. The operators read rows as if their values stood side by side, and heads as if key and value had query's.
+# CPU. The operators read any layout of the mask, but take the values of a row to stand side by side, and key and value
+# to have query's heads: both without a look.
 
 
 def _cpu_flash(block: _Block) -> tuple[Tensor, Tensor]:
     query, key, value, bias, causal, scale = block
     query, key, value = (_dense_rows(tensor) for tensor in (query, key, value))
-    bias = None if bias is None else bias.contiguous()
     out, lse = _aten._scaled_dot_product_flash_attention_for_cpu(
         query, key, value, 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -216,7 +216,6 @@ def _cpu_flash(block: _Block) -> tuple[Tensor, Tensor]:
 def _cpu_flash_backward(block: _Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> _Gradients:
     query, key, value, bias, causal, scale = block
     grad_out, query, key, value, out = (_dense_rows(tensor) for tensor in (grad_out, query, key, value, out))
-    bias = None if bias is None else bias.contiguous()
     dq, dk, dv = _aten._scaled_dot_product_flash_attention_for_cpu_backward(
         grad_out, query, key, value, out, lse, 0.0, causal, attn_mask=bias, scale=scale
     )
@@ -245,7 +244,7 @@ def _cuda_flash_backward(block: _Block, grad_out: Tensor, out: Tensor, lse: Tens
     offset = torch.empty((), dtype=torch.uint64, device=query.device)
     grads = _aten._scaled_dot_product_flash_attention_backward(
         *_padded(grad_out, query, key, value, out),
-        lse.contiguous(),
+        lse,
         None,  # cumulative lengths, for sequences of several lengths
         None,
         query.shape[2],
@@ -269,17 +268,14 @@ def _cuda_efficient(block: _Block) -> tuple[Tensor, Tensor]:
 
 def _cuda_efficient_backward(block: _Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> _Gradients:
     query, key, value, bias, causal, scale = block
-    grad_out, padded_query, key, value, out = _padded(grad_out, query, key, value, out)
-    # The operator derives out's step from one token to the next from heads and head dim: tokens must be outermost.
-    grad_out, out = (tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (grad_out, out))
+    # The operator derives out's step from one token to the next from heads and head dim: they must lie as (B, S, H, D).
+    grad_out, out = (tensor.transpose(1, 2) for tensor in _padded(grad_out.transpose(1, 2), out.transpose(1, 2)))
     *grads, _ = _aten._scaled_dot_product_efficient_attention_backward(
         grad_out,
-        padded_query,
-        key,
-        value,
+        *_padded(query, key, value),
         _aligned(bias, query, key),
         out,
-        F.pad(lse.contiguous(), (0, -query.shape[2] % 32), value=_INFINITY),  # as the forward operator pads it
+        F.pad(lse, (0, -query.shape[2] % 32), value=_INFINITY),  # as the forward operator pads it
         *_no_dropout(query),
         0.0,
         [True, True, True, False],
@@ -301,7 +297,7 @@ def _cuda_cudnn_backward(block: _Block, grad_out: Tensor, out: Tensor, lse: Tens
     query, key, value, bias, causal, scale = block
     grads = _aten._scaled_dot_product_cudnn_attention_backward(
         *_padded(grad_out, query, key, value, out),
-        lse.contiguous().unsqueeze(-1),
+        lse.unsqueeze(-1),
         *_no_dropout(query),
         _all_rows(bias, query, key),
         None,  # cumulative lengths, for sequences of several lengths
@@ -317,7 +313,7 @@ def _cuda_cudnn_backward(block: _Block, grad_out: Tensor, out: Tensor, lse: Tens
 
 def _padded(*tensors: Tensor) -> list[Tensor]:
     width = -tensors[0].shape[-1] % 8
-    return [F.pad(tensor, (0, width)) if width else tensor.contiguous() for tensor in tensors]
+    return [(F.pad(tensor, (0, width)) if width else tensor).contiguous() for tensor in tensors]
 
 
 def _cut(grads: Any, head_dim: int) -> _Gradients:
@@ -330,8 +326,8 @@ def _aligned(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
     if bias is None:
         return None
     keys = key.shape[2]
-    rows = bias.new_zeros(*bias.shape[:-1], keys + -keys % 16).narrow(-1, 0, keys)
-    return rows.copy_(bias).expand(*query.shape[:-1], keys)
+    rows = F.pad(bias.expand(*bias.shape[:-1], keys).contiguous(), (0, -keys % 16))
+    return rows.narrow(-1, 0, keys).expand(*query.shape[:-1], keys)
 
 
 def _all_rows(bias: Tensor | None, query: Tensor, key: Tensor) -> Tensor | None:
