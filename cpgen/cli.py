@@ -287,6 +287,9 @@ def plan_infer(model: str, write: Path | None) -> None:
 @click.option("--plan", type=click.Path(path_type=Path), metavar="FILE", help="With --model: the plan to use.")
 @click.option("--cp", "degrees", type=int, multiple=True, metavar="N", help="Degree, or several: --cp 2 4.")
 @click.option("--strategy", "strategies", multiple=True, metavar="S", help="Strategy, or several.")
+@click.option("--ulysses-degree", type=int, metavar="K", help="With --model and --strategy hybrid: as for emit.")
+@click.option("--outer", metavar="S", help="With --model and --strategy hybrid: as for emit.")
+@click.option("--load-balance", is_flag=True, help="With --model: as for emit.")
 @click.option("--probe", "probes", multiple=True, metavar="NAME", help="Only these probes.")
 @click.option("--all", "everything", is_flag=True, help="Every model that has a shipped plan.")
 @click.option("--markdown", is_flag=True, help="Print a Markdown table, one row a model.")
@@ -298,6 +301,9 @@ def verify(
     plan: Path | None,
     degrees: tuple[int, ...],
     strategies: tuple[str, ...],
+    ulysses_degree: int | None,
+    outer: str | None,
+    load_balance: bool,
     probes: tuple[str, ...],
     everything: bool,
     markdown: bool,
@@ -313,12 +319,15 @@ def verify(
         raise click.UsageError("give PACKAGE, --model M, or --all")
     if plan is not None and len(models) != 1:
         raise click.UsageError("--plan belongs to one --model")
+    options: dict[str, Any] = {"ulysses_degree": ulysses_degree, "outer": outer, "load_balance": load_balance}
+    if any(options.values()) and (not models or len(strategies) > 1):
+        raise click.UsageError("--ulysses-degree, --outer and --load-balance go with --model and one --strategy")
     if packages:
         requests = _requests_in(out, [_package_name(name, out) for name in packages])
     else:
         default = strategies[0] if strategies else "ulysses"
         named = shipped_plans() if everything else models
-        requests = [Request(model, degrees[0] if degrees else 2, default, plan=plan) for model in named]
+        requests = [Request(model, degrees[0] if degrees else 2, default, plan=plan, **options) for model in named]
     sys.exit(verify_command(requests, degrees, strategies, probes, as_json, markdown))
 
 

@@ -9,9 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .binding import ATTRIBUTE, Binding
 from .collectives import all_gather, all_to_all
+from .dtensors import Following, to_local
 from .kernels import choose_kernel
 from .parts import HeadPart, head_parts
 from .region import Region
@@ -39,6 +41,7 @@ class AttentionSite:
         self._heads: list[HeadPart] = []
         self._region: Region | None = None
         self._traded = False
+        self._follow: Following | None = None
         self._batch = 0
 
     def seq_to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -47,6 +50,7 @@ class AttentionSite:
         `query` is (B, S/P, H, D) or (B, H, S/P, D) as the site's layout says; `key` and `value` may have fewer heads.
         One all-to-all; sizes follow from the global lengths. Backward is the reverse all-to-all.
         """
+        query, key, value = self._local(query, key, value)
         region = self._resolve(query, key, value)
         binding, axis = self._binding, self._binding.ulysses
         rows = [x.permute(_TO_ROWS[self._layout]) for x in _in_one_dtype(query, key, value)]
@@ -106,14 +110,20 @@ class AttentionSite:
         ]
         # Contiguous as (B, S, H, D), like the output of torch's fused kernels: what follows may use .view.
         joined = torch.cat(pieces, dim=2)
-        return joined if self._layout == "BSHD" else joined.transpose(1, 2)
+        joined = joined if self._layout == "BSHD" else joined.transpose(1, 2)
+        return joined if self._follow is None else self._follow.wrap(joined)
 
     def gather_kv(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens, for this rank's queries. One all-gather; backward is a reduce-scatter.
 
-        Shapes as in `seq_to_heads`; `query` is only looked at.
+        Shapes as in `seq_to_heads`; `query` is only looked at. Raises ValueError for DTensors.
         """
         region = self._resolve(query, key, value)
+        if any(isinstance(x, DTensor) for x in (query, key, value)):
+            raise ValueError(
+                f"{self._binding.model_name}: allgather takes local tensors (x.to_local()), since the attention call "
+                f"itself sees its query; under ulysses and ring the output follows a DTensor"
+            )
         axis = self._binding.outer
         rows = [x.permute(_TO_ROWS[self._layout]) for x in _in_one_dtype(key, value)]
         parts = [[[size for _, size in runs] for runs in of_rank] for of_rank in self._runs(region, self._kv_streams)]
@@ -188,6 +198,7 @@ class AttentionSite:
         backend: Any = None,
         parallel_config: Any = None,
     ) -> Tensor:
+        query, key, value = self._local(query, key, value)
         self._resolve(query, key, value)
         if is_causal:
             self._check_causal(attn_mask)
@@ -211,7 +222,8 @@ class AttentionSite:
         )
         # Contiguous as (B, S, H, D), like the output of torch's fused kernels: what follows may use .view.
         out = out.transpose(1, 2).contiguous()
-        return out if self._layout == "BSHD" else out.transpose(1, 2)
+        out = out if self._layout == "BSHD" else out.transpose(1, 2)
+        return out if self._follow is None or self._traded else self._follow.wrap(out)
 
     def mask_heads(self, mask: Any) -> Any:
         """A mask over whole sequences, for the heads that this rank holds after `seq_to_heads`.
@@ -280,6 +292,14 @@ class AttentionSite:
             [(offset + start, size) for offset, runs in zip(offsets, of_rank, strict=True) for start, size in runs]
             for of_rank in self._runs(region, streams)
         ]
+
+    def _local(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """The local tensors of those that are DTensors, which the output will be if the query is."""
+        if self._traded:
+            return query, key, value
+        query, self._follow = to_local(query, self._binding, self._layout)
+        key, value = (to_local(x, self._binding, self._layout)[0] for x in (key, value))
+        return query, key, value
 
     def _resolve(self, query: Tensor, key: Tensor, value: Tensor) -> Region:
         """The region of this call, whose lengths the tensors must have."""

@@ -44,7 +44,9 @@ def verify_command(
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="cpgen-verify-") as folder:
         groups = _group(requests, degrees, strategies)
-        size = max(cp for _, cps, _ in groups for cp in cps)
+        size = max(cp * request.tp for group, cps, _ in groups for cp in cps for request in group)
+        if size > MAX_RANKS:
+            raise fail("CP403", f"cp times tp is {size}: verify runs 1 to {MAX_RANKS} local ranks")
         with WorkerPool(size) as pool, progress() as on_progress:
             for group, cps, chosen in groups:
                 packages = [_emit(request, cps, chosen, Path(folder)) for request in group]
@@ -79,13 +81,15 @@ def _emit(request: Request, cps: list[int], strategies: list[str], folder: Path)
     for cp in cps:
         for strategy in strategies:
             variant = replace(request, cp=cp, strategy=strategy)
+            if strategy != request.strategy:
+                variant = replace(variant, ulysses_degree=None, outer=None, load_balance=False)
             package = generate(variant, folder, tree)
             place = folder / package.name / f"{strategy}-cp{cp}" / package.name
             for name, text in package.files.items():
                 file = place / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, "utf-8")
-    return PackageToVerify(package.name, folder / package.name, package.plan, _reference(package.target))
+    return PackageToVerify(package.name, folder / package.name, package.plan, _reference(package.target), request.tp)
 
 
 def _reference(target: Target) -> Reference:

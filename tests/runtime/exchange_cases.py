@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _resolve_process_group
+from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from cpgen.runtime.attention import attention_site
@@ -164,6 +165,75 @@ class Traffic(TorchDispatchMode):
                 raise AssertionError(f"an unexpected collective: {name}")
             self.calls[name] = self.calls.get(name, 0) + 1
         return func(*args, **(kwargs or {}))
+
+
+@dataclass(frozen=True)
+class Arrival:
+    """How query, key and value arrive: as DTensors on `axes` of a mesh (dp 1, cp, tp 2) with `placements`."""
+
+    axes: tuple[str, ...]
+    placements: tuple[Placement, ...]
+    cp: int
+    ulysses: int
+    outer: str | None
+    causal: bool = False
+
+
+def dtensor_errors(arrival: Arrival) -> tuple[float, float, str]:
+    """Output and gradient errors of BSHD attention over DTensors, and what kind of tensor the output was."""
+    mesh = init_device_mesh("cpu", (arrival.cp, dist.get_world_size() // arrival.cp), mesh_dim_names=("cp", "tp"))
+    axes = (Axis.of(axis) for axis in split_cp(mesh, arrival.ulysses))
+    b = Binding("Model", *axes, False, (), ())
+    module = torch.nn.Identity()
+    setattr(module, ATTRIBUTE, b)
+    region = b.region = Region(b)
+    generator = torch.Generator().manual_seed(0)
+    whole = [torch.randn(2, 8, 4, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
+    leaves, weights = [x.requires_grad_() for x in whole[:3]], whole[3].detach()
+    plain = _attend_bshd(*leaves, is_causal=arrival.causal)
+    theirs = torch.autograd.grad((plain * weights).sum(), leaves)
+
+    # From whole tensors on every rank to the placements; their gradients are P * g over cp, as a region's are.
+    tp = mesh["tp"]
+    heads = slice(2 * tp.get_local_rank(), 2 * tp.get_local_rank() + 2)
+    on = mesh[arrival.axes] if len(arrival.axes) > 1 else mesh[arrival.axes[0]]
+    ours = [x.detach().clone().requires_grad_() for x in leaves]
+    parts = [region.shard(x, "x", dim=1, ndim=4, stream="latent") for x in ours]
+    if "tp" in arrival.axes:
+        at_heads = tuple(Shard(2) if axis == "tp" else Shard(1) for axis in arrival.axes)
+        parts = [DTensor.from_local(x[:, :, heads], on, at_heads, run_check=False) for x in parts]
+        parts = [x.redistribute(on, arrival.placements) for x in parts]
+    else:
+        parts = [DTensor.from_local(x, on, arrival.placements, run_check=False) for x in parts]
+    site = attention_site(module, "latent")
+    query, key, value = parts
+    attend = _attend_bshd
+    if arrival.ulysses > 1:
+        query, key, value = site.seq_to_heads(query, key, value)
+    if arrival.outer == "allgather":
+        key, value = site.gather_kv(query, key, value)
+        attend = site.causal_attention(attend) if arrival.causal else attend
+    elif arrival.outer == "ring":
+        attend = site.ring_attention(attend)
+    out = attend(query, key, value, is_causal=arrival.causal)
+    if arrival.ulysses > 1:
+        out = site.heads_to_seq(out)
+    assert isinstance(out, DTensor)
+    kind = f"{out.device_mesh.mesh_dim_names} {out.placements}"
+    out = out.redistribute(
+        placements=[Shard(2) if name == "tp" else Shard(1) for name in out.device_mesh.mesh_dim_names or ()]
+    ).to_local()
+    mine = heads if "tp" in arrival.axes else slice(None)
+    result = region.gather(out, "x", dim=1, ndim=4, stream="latent")
+    forward = float((result - plain[:, :, mine]).detach().abs().max())
+    gradients = list(torch.autograd.grad((result * weights[:, :, mine]).sum(), ours))
+    for gradient in gradients:
+        dist.all_reduce(gradient, group=mesh["cp"].get_group())
+    # Over tp each rank has its own heads' gradients, or the same ones.
+    difference = max(
+        float((g / arrival.cp - p)[:, :, mine].abs().max()) for g, p in zip(gradients, theirs, strict=True)
+    )
+    return forward, difference, kind
 
 
 def gather_within_errors() -> tuple[float, float]:

@@ -5,11 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from torch.distributed.tensor import Placement, Replicate, Shard
 
 from cpgen.runtime.parts import head_parts, part_sizes
-from cpgen.verify.pool import WorkerPool
+from cpgen.verify.pool import WorkerError, WorkerPool
 
-from .exchange_cases import Shape, attention_errors, gather_within_errors
+from .exchange_cases import Arrival, Shape, attention_errors, dtensor_errors, gather_within_errors
 
 EXACT = 1e-12  # float64
 
@@ -48,6 +49,45 @@ def test_attention_is_that_of_one_process(pool: WorkerPool, case: tuple[int, Sha
     for forward, backward in pool.run(attention_errors, shape, world_size=degree):
         assert forward <= EXACT
         assert backward <= EXACT
+
+
+@pytest.mark.parametrize(
+    ("axes", "placements", "kind"),
+    [
+        (("cp",), (Shard(1),), "('cp',) (Shard(dim=1),)"),
+        (("tp",), (Shard(2),), "('tp',) (Shard(dim=2),)"),
+        (("cp", "tp"), (Shard(1), Shard(2)), "('tp',) (Shard(dim=2),)"),
+        (("cp", "tp"), (Shard(1), Shard(1)), "('tp',) (Shard(dim=1),)"),
+        (("cp", "tp"), (Shard(1), Replicate()), "('tp',) (Replicate(),)"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("cp", "ulysses", "outer"),
+    [(2, 2, None), (2, 1, "ring"), (2, 1, "allgather"), (4, 2, "ring"), (4, 2, "allgather")],
+)
+@pytest.mark.parametrize("causal", [False, True])
+def test_output_follows_a_dtensor_query(
+    pool: WorkerPool,
+    axes: tuple[str, ...],
+    placements: tuple[Placement, ...],
+    kind: str,
+    cp: int,
+    ulysses: int,
+    outer: str | None,
+    causal: bool,
+) -> None:
+    """Cut over cp alone, over a foreign axis (tp) alone, and over both, also where both cut the same dim."""
+    if cp == 4 and "tp" in axes:
+        pytest.skip("four ranks")
+    arrival = Arrival(axes, placements, cp, ulysses, outer, causal)
+    if outer == "allgather" and ulysses == 1:
+        with pytest.raises(WorkerError, match="allgather takes local tensors"):
+            pool.run(dtensor_errors, arrival, world_size=4)
+        return
+    for forward, backward, found in pool.run(dtensor_errors, arrival, world_size=4):
+        assert forward <= EXACT
+        assert backward <= EXACT
+        assert found == kind
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])
