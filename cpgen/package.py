@@ -19,13 +19,15 @@ from cpgen import resources
 from cpgen.diagnostics import CpgenError, Finding, did_you_mean, fail
 from cpgen.native_plan import has_native_plan, native_plan
 from cpgen.plan import Plan
-from cpgen.plan_loader import is_name, load_plan
+from cpgen.plan_loader import load_plan
+from cpgen.plan_reader import is_name
 from cpgen.source import SourceTree, diffusers_version
 from cpgen.strategy import Strategy, resolve
 from cpgen.surgery.edits import Insertion
 from cpgen.surgery.functions import method
 from cpgen.surgery.operate import EditedFile, Operation, operate
 from cpgen.target import RESERVED_FILES, Target, find_target, snake_case
+from cpgen.tensor_parallel import check_tensor_parallel, tp_context
 
 MANIFEST = "MANIFEST.json"
 MANIFEST_FORMAT = 1
@@ -153,8 +155,6 @@ def _check_options(request: Request) -> None:
         raise fail("CP403", f"--cp {request.cp} is not a degree: 1 or more")
     if request.tp < 1:
         raise fail("CP403", f"--tp {request.tp} is not a degree: 1 or more")
-    if request.tp != 1:
-        raise fail("CP403", f"--tp {request.tp}: tensor parallelism is not available", note="only --tp 1 is")
 
 
 def _check_package_name(name: str) -> None:
@@ -171,14 +171,17 @@ def _strategy(request: Request, target: Target, plan: Plan) -> Strategy:
             note="in full attention every token attends to all others, so equal parts are equal work already",
         )
     heads = default_heads(target, plan)
+    check_tensor_parallel(request.tp, plan, target.class_name, heads)
+    heads = None if heads is None else heads // request.tp
     options = (request.strategy, request.cp, request.ulysses_degree, request.outer, request.load_balance)
     strategy = resolve(*options, heads)
     if heads is not None and strategy.ulysses_degree > heads:
+        shared = f" on each rank of --tp {request.tp}" if request.tp > 1 else ""
         option = "--cp" if request.strategy == "ulysses" else "--ulysses-degree"
         raise fail(
             "CP405",
             f"{option} {strategy.ulysses_degree} does not fit {target.class_name} under {request.strategy}: it has "
-            f"{heads} attention heads",
+            f"{heads} attention heads{shared}",
             note="ulysses gives each rank at least one head; heads need not divide evenly",
             help=f"{option} {heads} or less, or --strategy allgather or ring, which have no such limit",
         )
@@ -315,6 +318,8 @@ def _glue(
         "heads": plan.heads if _has_config(target) else None,
         "processors": [{"module": item.module, "name": item.name} for item in operation.processors],
         "runtime": runtime,
+        "plan": json.dumps(_plan_label(plan)),  # a file's name, quoted
+        **tp_context(plan),
     }
     names = ("__init__.py", "parallelize.py", "checkpoint.py")
     return {file: environment.get_template(f"{file}.j2").render(context) for file in names}

@@ -97,6 +97,26 @@ class AttentionFunction:
 
 
 @dataclass(frozen=True)
+class TensorParallel:
+    """How one submodule of the blocks in a list is cut over the tp axis.
+
+    Styles: "column" and "row" of linear layers; "heads" of an attention module; "head_norm" of a norm over one head's
+    channels, "norm_across_heads" of an RMS norm over all heads'.
+    """
+
+    blocks: str
+    module: str  # path inside the block, such as attn.to_out.0
+    style: str
+    optional: bool = False  # some blocks don't have it
+    parts: tuple[str, ...] = ()  # of row: the column-wise layers whose outputs its input concatenates
+    attributes: tuple[str, ...] = ()  # of heads: numbers of heads, or of all heads' channels
+    masks: tuple[str, ...] = ()  # of heads: arguments that may be masks with a dim for heads
+    shared: tuple[str, ...] = ()  # of heads: arguments that every head reads, such as rotary tables
+    dim: int | None = None  # of head_norm: where the heads are
+    location: Location | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """A whole plan. Every name in it is a valid identifier, every condition in the grammar of `conditions`."""
 
@@ -111,6 +131,7 @@ class Plan:
     gathers: tuple[Gather, ...]
     attention: tuple[AttentionFunction, ...]
     outside: tuple[str, ...] = ()  # attention modules that run before or after the region
+    tensor_parallel: tuple[TensorParallel, ...] = ()
     probes: tuple[Probe, ...] = ()
     blocks_location: Location | None = None
     begin_location: Location | None = None

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import hashlib
-import keyword
 import re
-from collections.abc import Callable
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from cpgen.conditions import GRAMMAR, ConditionError, parse_condition
-from cpgen.diagnostics import CpgenError, Finding, did_you_mean
+from cpgen.diagnostics import CpgenError, did_you_mean
 from cpgen.plan import AttentionFunction, Gather, Plan, Prefix, Probe, Shard, Site, Whole
+from cpgen.plan_reader import is_name
+from cpgen.plan_tensor_parallel import TensorParallelReader
 from cpgen.probes import validate_probe
 from cpgen.yamldoc import Path, YamlDocument, parse_yaml
 
@@ -21,17 +21,6 @@ LAYOUTS = ("BSHD", "BHSD")
 _MAX_NDIM = 8
 _VARIABLE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<path>(\[(\*|-?\d+|'[A-Za-z0-9_.]+')\])*)")
 _STEP = re.compile(r"\[(\*|-?\d+|'[A-Za-z0-9_.]+')\]")
-
-
-def is_name(text: object) -> bool:
-    """Whether `text` can stand as a name in generated code: an ASCII identifier, not a keyword, not dunder."""
-    return (
-        isinstance(text, str)
-        and text.isascii()
-        and text.isidentifier()
-        and not keyword.iskeyword(text)
-        and not text.startswith("__")
-    )
 
 
 def load_plan(text: str, name: str) -> Plan:
@@ -46,26 +35,26 @@ def load_plan(text: str, name: str) -> Plan:
     return plan
 
 
-class _Reader:
+class _Reader(TensorParallelReader):
     def __init__(self, document: YamlDocument) -> None:
-        self._document = document
-        self.findings: list[Finding] = []
+        super().__init__(document)
         self._streams: tuple[str, ...] = ()
 
     def plan(self, sha256: str) -> Plan:
         root = self._mapping(
             (),
             required=("model", "blocks", "streams", "region", "attention"),
-            optional=("diffusers", "heads", "outside", "probes"),
+            optional=("diffusers", "heads", "outside", "tensor_parallel", "probes"),
         )
         self._streams = self._names(root, ("streams",))
+        blocks = self._names(root, ("blocks",))
         region = self._mapping(("region",), required=("begin", "shard", "gather"), optional=("prefix",))
         begin = self._mapping(("region", "begin"), required=("before",))
         return Plan(
             model=self._name(root, ("model",)),
             diffusers=self._specifier(root),
             heads=self._name(root, ("heads",)) if "heads" in root else None,
-            blocks=self._names(root, ("blocks",)),
+            blocks=blocks,
             streams=self._streams,
             begin=self._name(begin, ("region", "begin", "before")),
             shards=self._each(region, ("region", "shard"), self._shard),
@@ -73,6 +62,7 @@ class _Reader:
             gathers=self._each(region, ("region", "gather"), self._gather),
             attention=self._each(root, ("attention",), self._function),
             outside=self._names(root, ("outside",)) if "outside" in root else (),
+            tensor_parallel=self._tensor_parallel(root, blocks),
             probes=self._probes(root),
             blocks_location=self._document.at(("blocks",)),
             begin_location=self._document.at(("region", "begin", "before")),
@@ -201,58 +191,6 @@ class _Reader:
         return tuple(probes)
 
     # Values
-
-    def _mapping(
-        self, path: Path, required: tuple[str, ...] = (), optional: tuple[str, ...] = (), *, any_key: bool = False
-    ) -> dict[str, Any]:
-        value = self._value(path)
-        if not isinstance(value, dict):
-            if path == () or self._exists(path):
-                self._find("CP105", "expected a mapping" if path else "a plan is a mapping", path)
-            return {}
-        if not any_key:
-            for key in value:
-                if key not in required + optional:
-                    hint = did_you_mean(key, required + optional)
-                    note = f"keys here: {', '.join(required + optional)}"
-                    self._find("CP103", f"unknown key '{key}'", (*path, key), key=True, hint=hint, note=note)
-            for key in required:
-                if key not in value:
-                    self._find("CP107", f"missing key '{key}'", path, key=True)
-        return value
-
-    def _each(self, parent: dict[str, Any], path: Path, read: Callable[[Path], Any]) -> tuple[Any, ...]:
-        if path[-1] not in parent:
-            return ()
-        return tuple(read((*path, key)) for key in self._mapping(path, any_key=True))
-
-    def _indices(self, value: Any, path: Path) -> range:
-        if not isinstance(value, list):
-            self._find("CP105", "expected a list", path)
-            return range(0)
-        return range(len(value))
-
-    def _name(self, parent: dict[str, Any], path: Path) -> str:
-        value = parent.get(str(path[-1]))
-        if path[-1] in parent and not is_name(value):
-            self._find(
-                "CP105", f"{value!r} is not a name", path, note="a plan's names end up in code: identifiers only"
-            )
-            return ""
-        return str(value or "")
-
-    def _names(self, parent: dict[str, Any], path: Path) -> tuple[str, ...]:
-        if path[-1] not in parent:
-            return ()
-        names = []
-        for i in self._indices(parent[str(path[-1])], path):
-            value = self._value((*path, i))
-            if is_name(value):
-                names.append(value)
-            else:
-                self._find("CP105", f"{value!r} is not a name", (*path, i))
-        return tuple(names)
-
     def _stream_list(self, parent: dict[Any, Any], path: Path) -> tuple[str, ...]:
         value = parent.get(path[-1])
         if path[-1] not in parent:
@@ -291,24 +229,6 @@ class _Reader:
             )
         return dim, ndim
 
-    def _typed(
-        self, entry: dict[str, Any], path: Path, kind: type, default: Any, check: Callable[[Any], Any] | None = None
-    ) -> Any:
-        if path[-1] not in entry:
-            return default
-        value = entry[str(path[-1])]
-        if type(value) is not kind or (check is not None and not check(value)):
-            self._find("CP105", f"{value!r} is not a valid {path[-1]} ({kind.__name__})", path)
-            return default
-        return value
-
-    def _choice(self, entry: dict[str, Any], path: Path, choices: tuple[str, ...]) -> str:
-        value = entry.get(str(path[-1]))
-        if path[-1] in entry and value not in choices:
-            hint = did_you_mean(str(value), choices)
-            self._find("CP105", f"{value!r} is not one of {', '.join(choices)}", path, hint=hint)
-        return str(value)
-
     def _condition(self, entry: dict[str, Any], path: Path, subject: str | None) -> str | None:
         if path[-1] not in entry:
             return None
@@ -333,19 +253,3 @@ class _Reader:
             self._find("CP105", f"{value!r} is not a version range such as '>=0.42,<0.43'", ("diffusers",))
             return None
         return value
-
-    def _value(self, path: Path) -> Any:
-        value = self._document.value
-        for step in path:
-            try:
-                value = value[step]
-            except (KeyError, IndexError, TypeError):
-                return None
-        return value
-
-    def _exists(self, path: Path) -> bool:
-        return self._document.at(path) is not self._document.at(path[:-1])
-
-    def _find(self, code: str, message: str, path: Path, *, key: bool = False, **parts: str | None) -> None:
-        place = self._document.key(path) if key else self._document.at(path)
-        self.findings.append(Finding(code, message, place, **parts))

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cpgen.diagnostics import did_you_mean, fail
-from cpgen.plan_loader import is_name
+from cpgen.plan_reader import is_name
 from cpgen.source import SourceModule, SourceTree, exported_models, read_source
 
 RESERVED_FILES = {"__init__", "parallelize", "checkpoint", "_runtime"}

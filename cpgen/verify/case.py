@@ -24,7 +24,7 @@ class Reference:
 
 @dataclass(frozen=True)
 class Case:
-    """`package` in `directory` was emitted for `cp` and `strategy`; it must compute what `reference` computes.
+    """`package` in `directory` was emitted for `cp`, `strategy` and `tp`; it must compute what `reference` computes.
 
     `modes` are run one after the other: "unbound" is the class as imported, the others are values of
     `parallelize(data_parallel=...)`. "fsdp" and "ddp" run with gradient checkpointing where the class supports it.
@@ -38,6 +38,11 @@ class Case:
     strategy: str
     modes: tuple[str, ...] = MODES
     seed: int = 0
+    tp: int = 1
+
+    @property
+    def ranks(self) -> int:
+        return self.cp * self.tp
 
 
 @dataclass(frozen=True)
@@ -93,7 +98,7 @@ class ProbeError(CaseError):
 
 
 def run_case(case: Case) -> RankReport:
-    """Run `case` on this rank of an initialised gloo group of exactly `case.cp` ranks, in a pool's worker.
+    """Run `case` on this rank of an initialised gloo group of exactly `case.ranks` ranks, in a pool's worker.
 
     Raises ProbeError if the reference can't run the probe, CaseError if the generated package raises.
     """

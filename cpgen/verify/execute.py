@@ -52,7 +52,7 @@ class _ModeReport:
 def execute(case: Case) -> RankReport:
     """See `cpgen.verify.case.run_case`."""
     rank = dist.get_rank()
-    assert dist.get_world_size() == case.cp, "the pool gives a case exactly cp ranks"
+    assert dist.get_world_size() == case.ranks, "the pool gives a case exactly cp * tp ranks"
     with _quietly():
         reports = _run_modes(case, case.modes, torch.float32)
         forward = _worst(report.forward for report in reports)
@@ -77,9 +77,9 @@ def _run_modes(case: Case, modes: tuple[str, ...], dtype: torch.dtype) -> list[_
     expected = _run_reference(case, dtype)
     with _failing_as_case_error("import"):
         package = load_package(case.directory, case.package)
-        degree = package.CP_DEGREE
-        if degree != case.cp:
-            raise ValueError(f"the package was emitted with CP_DEGREE {degree}, not {case.cp}")
+        for name, degree in (("CP_DEGREE", case.cp), ("TP_DEGREE", case.tp)):
+            if getattr(package, name) != degree:
+                raise ValueError(f"the package was emitted with {name} {getattr(package, name)}, not {degree}")
         model_class = getattr(package, case.reference.class_name)
     mesh = None
     reports = []

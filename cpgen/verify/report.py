@@ -43,35 +43,48 @@ def from_json(text: str) -> list[Result]:
 def render(results: Sequence[Result], console: Console) -> None:
     """Print a table with a row a result, then each failure in full, then a line that counts them."""
     table = Table(box=None, pad_edge=False)
-    for heading in ("package", "probe", "cp", "strategy", "max|out - ref|", "max|ref|", "gradient", "", "seconds"):
-        numeric = heading in ("cp", "max|out - ref|", "max|ref|", "gradient", "seconds")
+    degrees = ("cp", "tp") if any(result.tp > 1 for result in results) else ("cp",)
+    for heading in ("package", "probe", *degrees, "strategy", "max|out - ref|", "max|ref|", "gradient", "", "seconds"):
+        numeric = heading in ("cp", "tp", "max|out - ref|", "max|ref|", "gradient", "seconds")
         table.add_column(heading, justify="right" if numeric else "left", no_wrap=True)
     for result in results:
         table.add_row(
             result.package,
             result.probe,
-            str(result.cp),
+            *(str(getattr(result, degree)) for degree in degrees),
             result.strategy,
             _number(result.forward_max_abs),
             _number(result.reference_max_abs),
             _number(result.grad_max_rel),
-            Text("ok", style="green") if result.ok else Text("FAILED", style="bold red"),
+            _outcome(result),
             f"{result.seconds:.2f}",
         )
     console.print(table)
     failures = [result for result in results if not result.ok]
     for result in failures:
         console.print(Text(describe_failure(result)), soft_wrap=True)
-    counted = f"{len(results) - len(failures)} of {len(results)} passed"
+    skipped = [result for result in results if result.ok and result.skipped]
+    for result in skipped:
+        console.print(Text(f"skipped {result.package} {result.probe!r}: {result.skipped}"), soft_wrap=True)
+    counted = f"{len(results) - len(failures) - len(skipped)} of {len(results)} passed"
+    if skipped:
+        counted += f", {len(skipped)} skipped"
     wide = sum(result.gradient_dtype == "float64" for result in results)
     rounding = f"{wide} times rounding was told from error in float64, " if wide else ""
     console.print(f"{counted} (tolerance {TOLERANCE:g}, {rounding}{sum(result.seconds for result in results):.1f} s)")
 
 
+def _outcome(result: Result) -> Text:
+    if not result.ok:
+        return Text("FAILED", style="bold red")
+    return Text("skipped", style="yellow") if result.skipped else Text("ok", style="green")
+
+
 def describe_failure(result: Result) -> str:
     """One failure in full: model, package, probe, degree, strategy; the error names tensor or parameter and rank."""
     probe = f"probe {result.probe!r}, " if result.probe else ""
-    where = f"{result.model} ({result.package}), {probe}cp {result.cp}, {result.strategy}"
+    tp = f"tp {result.tp}, " if result.tp > 1 else ""
+    where = f"{result.model} ({result.package}), {probe}cp {result.cp}, {tp}{result.strategy}"
     return f"FAILED {where}\n" + "\n".join(f"    {line}" for line in (result.error or "").splitlines())
 
 
@@ -98,14 +111,19 @@ def markdown_table(results: Sequence[Result]) -> str:
 
     An output error is max|out - ref| / max|ref|, a gradient error ||g - ref|| / ||ref||. A failure is shown as one.
     """
-    runs = sorted({(result.cp, result.strategy) for result in results}, key=lambda run: (run[1], run[0]))
-    headings = ["model", "probes", *(f"{strategy}, cp {cp}" for cp, strategy in runs)]
+    runs = sorted({_run(result) for result in results})
+    names = [f"{strategy}, cp {cp}" + (f", tp {tp}" if tp > 1 else "") for strategy, cp, tp in runs]
+    headings = ["model", "probes", *names]
     lines = [_row(headings), _row(["---"] * len(headings))]
     for model in sorted({result.model for result in results}):
         of_model = [result for result in results if result.model == model]
-        cells = [_cell([r for r in of_model if (r.cp, r.strategy) == run]) for run in runs]
+        cells = [_cell([r for r in of_model if _run(r) == run and not (r.ok and r.skipped)]) for run in runs]
         lines.append(_row([f"`{model}`", str(len({result.probe for result in of_model})), *cells]))
     return "\n".join(lines) + "\n"
+
+
+def _run(result: Result) -> tuple[str, int, int]:
+    return result.strategy, result.cp, result.tp
 
 
 def _cell(results: Sequence[Result]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from cpgen.diagnostics import did_you_mean
@@ -23,6 +23,7 @@ class PackageToVerify:
     directory: Path
     plan: Plan
     reference: Reference
+    tp: int = 1
     emit_errors: Mapping[tuple[int, str], str] = field(default_factory=dict)
 
     def variant(self, cp: int, strategy: str) -> Path:
@@ -32,7 +33,7 @@ class PackageToVerify:
 
 @dataclass(frozen=True)
 class Result:
-    """What came of one (probe, cp, strategy).
+    """What came of one (probe, cp, strategy). `skipped` says why a probe does not apply; that is no failure.
 
     `forward_max_abs`, `reference_max_abs` and `grad_max_rel` belong to the worst output (max|out - ref| to max|ref|)
     and the worst gradient over all modes and ranks; None where nothing was measured. `output` and `gradient` name them.
@@ -52,6 +53,8 @@ class Result:
     output: str | None = None
     gradient: str | None = None
     gradient_dtype: str = "float32"  # "float64" where rounding in float32 left a doubt: see RankReport
+    tp: int = 1
+    skipped: str | None = None
 
 
 def verify(
@@ -67,7 +70,8 @@ def verify(
     """Verify `packages`: a result for each (package, probe, cp, strategy), by package; nothing is left out.
 
     What can't run (more ranks than heads under ulysses, a package that doesn't import) is a result with `error`, as is
-    a package without probes. `probes` limits the run to these names.
+    a package without probes. Probes that tensor parallelism rules out are results with `skipped`, and an error where
+    that leaves a package without any. `probes` limits the run to these names.
     Raises ValueError for a name that no package's plan has.
     """
     _check_names(packages, probes)
@@ -85,7 +89,14 @@ def verify(
         results[index].append(result)
         if on_progress is not None:
             on_progress(done, len(wanted), result)
-    return [result for of_package in results for result in of_package]
+    return [result for of_package in results for result in _with_something_verified(of_package)]
+
+
+def _with_something_verified(results: list[Result]) -> list[Result]:
+    """`results`, but as failures if all were skipped: then nothing is proven."""
+    if not all(result.skipped for result in results):
+        return results
+    return [replace(r, ok=False, error=f"{r.skipped}: no probe is left, so nothing was verified") for r in results]
 
 
 def _check_names(packages: Sequence[PackageToVerify], probes: Sequence[str] | None) -> None:
@@ -109,14 +120,17 @@ def _verify_one(
     start = time.monotonic()
     reports: list[RankReport] = []
     directory = package.variant(cp, strategy)
+    skipped = probe and _inapplicable(package, probe)
     if probe is None:
         error: str | None = "the plan has no probes, so nothing was verified"
+    elif skipped:
+        error = None
     elif not (directory / package.name).is_dir():
         error = package.emit_errors.get((cp, strategy), f"no package was emitted in {directory}")
     else:
-        case = Case(str(directory), package.name, package.reference, probe, cp, strategy, modes)
+        case = Case(str(directory), package.name, package.reference, probe, cp, strategy, modes, tp=package.tp)
         try:
-            reports = pool.run(run_case, case, world_size=cp)
+            reports = pool.run(run_case, case, world_size=case.ranks)
             error = _failures(reports)
         except WorkerError as failure:
             error = _cause(failure)
@@ -139,7 +153,22 @@ def _verify_one(
         output=forward.name if forward else None,
         gradient=gradient.name if gradient else None,
         gradient_dtype=reports[0].gradient_dtype if reports else "float32",
+        tp=package.tp,
+        skipped=skipped or None,
     )
+
+
+def _inapplicable(package: PackageToVerify, probe: Probe) -> str | None:
+    """Why `probe` does not apply to a package of this tensor-parallel degree, or None."""
+    if package.tp == 1:
+        return None
+    for method in probe.before:
+        if method.startswith("fuse"):
+            return f"{method} makes one weight of several, which tensor parallelism refuses"
+    heads = probe.config.get(package.plan.heads) if package.plan.heads else None
+    if isinstance(heads, int) and heads % package.tp:
+        return f"its {heads} heads do not divide by {package.tp}"
+    return None
 
 
 def _worst(deviations: Iterable[Deviation | None]) -> Deviation | None:

@@ -280,7 +280,8 @@ def test_committed_example_is_what_is_emitted() -> None:
     [
         ({"cp": 0}, "--cp 0 is not a degree"),
         ({"cp": -4}, "--cp -4 is not a degree"),
-        ({"tp": 2}, "--tp 2: tensor parallelism is not available"),
+        ({"tp": 3}, "(?s)--tp 3 does not fit.*40 attention heads.*divides 40: 1, 2, 4"),
+        ({"tp": 4, "cp": 11}, "(?s)--cp 11 does not fit.*10 attention heads on each rank of --tp 4"),
         ({"tp": 0}, "--tp 0"),
         ({"ulysses_degree": 2}, "--ulysses-degree belongs to the hybrid strategy, not to ulysses"),
         ({"strategy": "ring", "outer": "ring"}, "--outer belongs to the hybrid strategy, not to ring"),

@@ -7,7 +7,8 @@ import pytest
 from cpgen import resources
 from cpgen.diagnostics import CpgenError, Finding
 from cpgen.plan import AttentionFunction, Gather, Prefix, Shard, Site, Whole
-from cpgen.plan_loader import is_name, load_plan
+from cpgen.plan_loader import load_plan
+from cpgen.plan_reader import is_name
 from tests.unit.projects import plan_text
 
 FULL = """\
