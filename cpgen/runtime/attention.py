@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from .binding import ATTRIBUTE, Binding
+from .casting import as_attention_casts, in_one_dtype
 from .collectives import all_gather, all_to_all
 from .dtensors import Following, to_local
 from .kernels import choose_kernel
+from .masks import check_mask, four_dims, is_key_mask
 from .parts import HeadPart, head_parts
 from .region import Region
 from .ring import ring_attention
@@ -53,7 +55,7 @@ class AttentionSite:
         query, key, value = self._local(query, key, value)
         region = self._resolve(query, key, value)
         binding, axis = self._binding, self._binding.ulysses
-        rows = [x.permute(_TO_ROWS[self._layout]) for x in _in_one_dtype(query, key, value)]
+        rows = [x.permute(_TO_ROWS[self._layout]) for x in in_one_dtype(query, key, value)]
         self._heads = head_parts(rows[0].shape[2], rows[1].shape[2], axis.degree)
         self._traded = True
         mine = self._heads[axis.rank]
@@ -118,14 +120,14 @@ class AttentionSite:
 
         Shapes as in `seq_to_heads`; `query` is only looked at. Raises ValueError for DTensors.
         """
-        region = self._resolve(query, key, value)
         if any(isinstance(x, DTensor) for x in (query, key, value)):
             raise ValueError(
                 f"{self._binding.model_name}: allgather takes local tensors (x.to_local()), since the attention call "
                 f"itself sees its query; under ulysses and ring the output follows a DTensor"
             )
+        region = self._resolve(query, key, value)
         axis = self._binding.outer
-        rows = [x.permute(_TO_ROWS[self._layout]) for x in _in_one_dtype(key, value)]
+        rows = [x.permute(_TO_ROWS[self._layout]) for x in in_one_dtype(key, value)]
         parts = [[[size for _, size in runs] for runs in of_rank] for of_rank in self._runs(region, self._kv_streams)]
         packed = torch.cat([x.reshape(x.shape[0], -1) for x in rows], dim=1)
         whole = all_gather(pad_rows(packed, max(_total(part) for part in parts)), axis.degree, axis.group)
@@ -150,7 +152,7 @@ class AttentionSite:
 
         Called with the arguments of `attention`, where `attn_mask` is over whole sequences. Runs on those of torch's
         kernels that give a log-sum-exp, as `backend` says (else the one that `attention` would use). Raises ValueError
-        for a backend without one, dropout, or a mask that wants a gradient.
+        for a backend without one, or dropout.
         """
         return partial(self._ring_attention, attention)
 
@@ -206,7 +208,8 @@ class AttentionSite:
             given = "dropout_p" if dropout_p else "attention_kwargs" if attention_kwargs else "parallel_config"
             raise ValueError(f"{self._binding.model_name}: ring attention does not take {given}; use ulysses")
         del enable_gqa  # seen from the shapes
-        query, key, value, mask = _as_attention_casts(query, key, value, self._four_dims(self.mask_rows(attn_mask)))
+        mask = four_dims(self.mask_rows(attn_mask), self._layout, self._batch)
+        query, key, value, mask = as_attention_casts(query, key, value, mask)
         if self._layout == "BSHD":
             query, key, value = (x.transpose(1, 2) for x in (query, key, value))
         out = ring_attention(
@@ -247,7 +250,7 @@ class AttentionSite:
         if mask is None:
             return None
         self._check_mask(mask)
-        if self._is_key_mask(mask) or mask.shape[-2] == 1:
+        if is_key_mask(mask, self._layout, self._batch) or mask.shape[-2] == 1:
             return mask
         mine = self._positions(self._streams)[self._binding.outer.rank]
         return torch.cat([mask.narrow(-2, start, size) for start, size in mine], dim=-2)
@@ -333,31 +336,11 @@ class AttentionSite:
         if self._streams != self._kv_streams:
             raise ValueError(f"{self._binding.model_name}: causal attention needs queries and keys of the same tokens")
 
-    def _is_key_mask(self, mask: Tensor) -> bool:
-        # diffusers' dispatcher reads a 2-D mask as (B, S); torch's own function, used with BHSD, as (S, S).
-        # Under (S, S) the dispatcher takes a 2-D mask for a key mask as well, where the first size is the batch's.
-        return mask.ndim == 1 or (mask.ndim == 2 and self._layout == "BSHD" and mask.shape[0] == self._batch)
-
-    def _four_dims(self, mask: Tensor | None) -> Tensor | None:
-        """`mask` as attention reads it, with dims for (B, H, Sq, Sk)."""
-        if mask is None or mask.ndim == 4:
-            return mask
-        if mask.ndim == 2 and self._is_key_mask(mask):
-            return mask[:, None, None, :]
-        return mask[(None,) * (4 - mask.ndim)]
-
     def _check_mask(self, mask: Any) -> None:
-        region = self._resolved()
-        if not isinstance(mask, Tensor):
-            raise ValueError(f"{self._binding.model_name}: a mask of type {type(mask).__name__} is not supported")
-        keys = sum(region.lengths[stream] for stream in self._kv_streams)
-        queries = sum(region.lengths[stream] for stream in self._streams)
-        fits = mask.shape[-1] in (1, keys) and (self._is_key_mask(mask) or mask.shape[-2] in (1, queries))
-        if not fits:
-            raise ValueError(
-                f"{self._binding.model_name}: the attention mask has shape {tuple(mask.shape)}, but the whole "
-                f"sequence is {queries} queries and {keys} keys: a mask must be built from global lengths"
-            )
+        lengths = self._resolved().lengths
+        keys = sum(lengths[stream] for stream in self._kv_streams)
+        queries = sum(lengths[stream] for stream in self._streams)
+        check_mask(mask, queries, keys, self._layout, self._batch, self._binding.model_name)
 
 
 class LocalAttention:
@@ -407,28 +390,6 @@ def attention_site(
     if binding is None or not when:
         return LOCAL_ATTENTION
     return AttentionSite(binding, streams, streams if kv is None else kv, layout)
-
-
-def _in_one_dtype(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """`tensors` as they are, or under autocast, where norms leave float32 behind, as attention will cast them."""
-    if len({tensor.dtype for tensor in tensors}) == 1:
-        return tensors
-    device = tensors[0].device.type
-    if not torch.is_autocast_enabled(device):
-        raise ValueError(f"query, key and value differ in dtype: {', '.join(str(t.dtype) for t in tensors)}")
-    return tuple(tensor.to(torch.get_autocast_dtype(device)) for tensor in tensors)
-
-
-def _as_attention_casts(
-    query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    device = query.device.type
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-        query, key, value = query.to(dtype), key.to(dtype), value.to(dtype)
-    else:
-        query, key, value = _in_one_dtype(query, key, value)
-    return query, key, value, mask if mask is None or mask.dtype == torch.bool else mask.to(query.dtype)
 
 
 def _heads_of(rows: Tensor, index: int, part: HeadPart) -> Tensor:

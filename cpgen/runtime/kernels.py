@@ -118,6 +118,20 @@ def attend_backward(
     return dq, _sum_heads(dk, key.shape[1]), _sum_heads(dv, key.shape[1])
 
 
+def mask_gradient(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> Tensor:
+    """The gradient of an additive `mask`, whose columns are these keys, in its shape; float32, or float64 for float64.
+
+    It is dS before the scale. `out` and `lse` are those of attention to all keys, as in `attend_backward`. Plain
+    operations, whatever the kernel: holds the scores of the block in memory.
+    """
+    block = _block("math", query, key, value, mask, False, scale)
+    lse = lse.masked_fill(lse == -_INFINITY, _INFINITY)
+    _, grad_scores = _math_weights(block, grad_out.to(lse.dtype), out.to(lse.dtype), lse)
+    return grad_scores.sum_to_size(mask.shape)
+
+
 def _takes(kernel: str, query: Tensor, masked: bool) -> bool:
     """Whether a kernel takes tensors like `query`, with or without a mask."""
     half = query.dtype in (torch.float16, torch.bfloat16)
@@ -183,12 +197,19 @@ def _math(block: _Block) -> tuple[Tensor, Tensor]:
 
 
 def _math_backward(block: _Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> _Gradients:
-    query, key, value = (tensor.to(grad_out.dtype) for tensor in block[:3])
+    query, key = (tensor.to(grad_out.dtype) for tensor in block[:2])
     with torch.autocast(query.device.type, enabled=False):
-        weights = torch.exp(_scores(block) - lse.unsqueeze(-1))
-        grad_weights = grad_out @ value.transpose(-1, -2)
-        grad_scores = weights * (grad_weights - (grad_out * out).sum(-1, keepdim=True)) * block.scale
+        weights, grad_scores = _math_weights(block, grad_out, out, lse)
+        grad_scores = grad_scores * block.scale
         return grad_scores @ key, grad_scores.transpose(-1, -2) @ query, weights.transpose(-1, -2) @ grad_out
+
+
+def _math_weights(block: _Block, grad_out: Tensor, out: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """The softmax's weights of these keys, and the gradient of the scores that they come from."""
+    with torch.autocast(grad_out.device.type, enabled=False):
+        weights = torch.exp(_scores(block) - lse.unsqueeze(-1))
+        grad_weights = grad_out @ block.value.to(grad_out.dtype).transpose(-1, -2)
+        return weights, weights * (grad_weights - (grad_out * out).sum(-1, keepdim=True))
 
 
 def _scores(block: _Block) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from .binding import Axis
-from .kernels import attend, attend_backward
+from .kernels import attend, attend_backward, mask_gradient
 
 _ops = torch.ops._c10d_functional
 # An additive mask below this leaves nothing of the scores beside it in float32: a row of nothing else is shifted.
@@ -37,14 +37,11 @@ def ring_attention(
     `positions` holds for each rank the (start, size) runs of its tokens in the whole sequence. `mask` is None or 4-D,
     broadcastable to (B, H, Sq, S), bool or additive; its columns are in the order of the whole sequence. `causal` goes
     by position. Sends keys and values P - 1 times, in backward once more so, and their gradients as often, in float32.
-
-    Raises ValueError for a mask that requires a gradient.
+    A row whose mask hides every key by some large negative number is computed as if that number were 0.
     """
-    if mask is not None and mask.requires_grad:
-        raise ValueError("ring attention gives no gradient to its mask: use ulysses or allgather for a learned bias")
     if mask is not None and mask.dtype != torch.bool:
         # Softmax does not see a shift of a row. Without it such a row's log-sum-exp would lose the number of keys.
-        most = mask.amax(dim=-1, keepdim=True)
+        most = mask.detach().amax(dim=-1, keepdim=True)
         mask = mask - torch.where((most < _ABSORBING) & most.isfinite(), most, 0)
     out: Tensor = _Ring.apply(query, key, value, mask, positions, axis, kernel, causal, scale)  # type: ignore[no-untyped-call]
     return out
@@ -91,6 +88,8 @@ class _Ring(torch.autograd.Function):
         positions, axis, kernel, causal, scale = ctx.options
         counts = [sum(size for _, size in runs) for runs in positions]
         query_grad = torch.zeros(query.shape, dtype=lse.dtype, device=query.device)
+        wants_mask = mask is not None and ctx.needs_input_grad[3]
+        mask_grad = torch.zeros(mask.shape, dtype=lse.dtype, device=query.device) if wants_mask else None
         block = _pack(key, value)
         own = travelling = block  # gradients of keys and values: of this rank's block, and of the block at hand
         with torch.autocast(query.device.type, enabled=False):
@@ -114,6 +113,10 @@ class _Ring(torch.autograd.Function):
                     query_grad.narrow(2, *rows).add_(grads[0])
                     found[0].narrow(2, *cols).add_(grads[1])
                     found[1].narrow(2, *cols).add_(grads[2])
+                if mask_grad is not None:
+                    assert columns is not None
+                    part = mask_gradient(grad, query, keys, values, columns, out, lse, scale)
+                    _add_columns(mask_grad, part, positions[source])
                 flat = found.reshape(-1)
                 if step == 0:
                     own = flat
@@ -125,7 +128,7 @@ class _Ring(torch.autograd.Function):
             own = own + _ops.wait_tensor(travelling)
         key_grad, value_grad = own.reshape(2, *key.shape)
         grads = (query_grad.to(query.dtype), key_grad.to(key.dtype), value_grad.to(value.dtype))
-        return (*grads, None, None, None, None, None, None)
+        return (*grads, None if mask_grad is None else mask_grad.to(mask.dtype), None, None, None, None, None)
 
 
 def _pack(key: Tensor, value: Tensor) -> Tensor:
@@ -175,6 +178,15 @@ def _columns(mask: Tensor, runs: Runs) -> Tensor:
     if mask.shape[-1] == 1:
         return mask
     return torch.cat([mask.narrow(-1, start, size) for start, size in runs], dim=-1)
+
+
+def _add_columns(mask_grad: Tensor, part: Tensor, runs: Runs) -> None:
+    """Undo `_columns` for a gradient: add it where its columns are, in place."""
+    if mask_grad.shape[-1] == 1:
+        mask_grad.add_(part)
+        return
+    for (start, size), piece in zip(runs, torch.split(part, [size for _, size in runs], dim=-1), strict=True):
+        mask_grad.narrow(-1, start, size).add_(piece)
 
 
 def _cut(

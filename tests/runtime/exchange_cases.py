@@ -34,7 +34,7 @@ class Shape:
     layout: str
     ulysses: int  # its degree: 1 for none
     outer: str | None  # allgather, ring
-    mask: str  # none, causal, keys, rows, heads
+    mask: str  # none, causal, keys, samples (BSHD), rows, heads
     additive: bool = False
     balanced: bool = False
 
@@ -66,6 +66,8 @@ def attention_errors(shape: Shape) -> tuple[float, float]:
     leaves = [tensor for tensors in whole.values() for tensor in tensors]
     total = sum(n for _, n in shape.streams)
     mask = _mask(shape, total, generator)
+    if mask is not None and shape.additive:
+        leaves.append(mask.requires_grad_())
     causal = shape.mask == "causal"
     weights = random(shape.batch, total, shape.heads, shape.channels)
 
@@ -119,13 +121,18 @@ def _attend_bhsd(
     return F.scaled_dot_product_attention(query, key, value, attn_mask, dropout_p, is_causal, enable_gqa=gqa)
 
 
-def _attend_bshd(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
-    return _attend_bhsd(*(x.transpose(1, 2) for x in (query, key, value)), *rest, **options).transpose(1, 2)
+def _attend_bshd(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *rest: Any, **options: Any
+) -> Tensor:
+    """As diffusers' dispatcher: a mask of two dims is over samples and keys."""
+    mask = attn_mask[:, None, None] if attn_mask is not None and attn_mask.ndim == 2 else attn_mask
+    return _attend_bhsd(*(x.transpose(1, 2) for x in (query, key, value)), mask, *rest, **options).transpose(1, 2)
 
 
 def _mask(shape: Shape, total: int, generator: torch.Generator) -> Tensor | None:
     sizes = {
         "keys": (shape.batch, 1, 1, total),
+        "samples": (shape.batch, total),
         "rows": (shape.batch, 1, total, total),
         "heads": (shape.batch, shape.heads, total, total),
     }

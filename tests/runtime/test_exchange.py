@@ -25,16 +25,18 @@ def shapes(draw: st.DrawFn) -> tuple[int, Shape]:
     if heads < ulysses:
         heads = kv_heads * ulysses
     lengths = draw(st.lists(st.integers(degree, 13), min_size=1, max_size=3))
+    layout = draw(st.sampled_from(["BSHD", "BHSD"]))
+    masks = ["none", "causal", "keys", "rows", "heads", *(["samples"] if layout == "BSHD" else [])]
     return degree, Shape(
         streams=tuple((f"stream{i}", length) for i, length in enumerate(lengths)),
         batch=draw(st.integers(1, 2)),
         heads=heads,
         kv_heads=kv_heads,
         channels=draw(st.sampled_from([2, 4])),
-        layout=draw(st.sampled_from(["BSHD", "BHSD"])),
+        layout=layout,
         ulysses=ulysses,
         outer=outer,
-        mask=draw(st.sampled_from(["none", "causal", "keys", "rows", "heads"])),
+        mask=draw(st.sampled_from(masks)),
         additive=draw(st.booleans()),
         balanced=outer is not None and draw(st.booleans()),
     )
