@@ -233,15 +233,28 @@ def plan() -> None:
 @click.option(
     "--plan", "path", type=click.Path(path_type=Path), metavar="FILE", help="Plan to use instead of the shipped one."
 )
-def plan_show(model: str, path: Path | None) -> None:
+@click.option("--cp", type=int, metavar="N", help="Also show what each strategy sends at this degree.")
+@click.option("--tokens", type=int, metavar="T", help="With --cp: tokens of an attention call  [default: 32768].")
+@click.option("--batch", type=int, metavar="B", help="With --cp: the batch size  [default: 1].")
+def plan_show(model: str, path: Path | None, cp: int | None, tokens: int | None, batch: int | None) -> None:
     """Describe the plan of a model."""
     from cpgen.catalog import describe
     from cpgen.package import find_plan
     from cpgen.source import SourceTree
     from cpgen.target import find_target
 
+    if cp is None and (tokens is not None or batch is not None):
+        raise click.UsageError("--tokens and --batch go with --cp N")
     tree = SourceTree()
-    click.echo(describe(find_plan(find_target(model, tree), path, tree)), nl=False)
+    target = find_target(model, tree)
+    found = find_plan(target, path, tree)
+    text = describe(found)
+    if cp is not None:
+        from cpgen.comparison import TOKENS, describe_costs
+
+        sizes = (TOKENS if tokens is None else tokens, 1 if batch is None else batch)
+        text += "\n" + describe_costs(target, found, tree, cp, *sizes)
+    click.echo(text, nl=False)
 
 
 @plan.command("lint")

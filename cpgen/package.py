@@ -16,6 +16,7 @@ from packaging.version import InvalidVersion, Version
 
 import cpgen
 from cpgen import resources
+from cpgen.constructor import whole_number_defaults
 from cpgen.diagnostics import CpgenError, Finding, did_you_mean, fail
 from cpgen.native_plan import has_native_plan, native_plan
 from cpgen.plan import Plan
@@ -189,20 +190,19 @@ def _strategy(request: Request, target: Target, plan: Plan) -> Strategy:
 
 
 def default_heads(target: Target, plan: Plan) -> int | None:
-    """The number of attention heads that the constructor defaults to, where it is a plain number."""
-    for node in target.node.body:
-        if isinstance(node, ast.FunctionDef) and node.name == "__init__" and plan.heads:
-            args = [*node.args.posonlyargs, *node.args.args]
-            pairs = [*zip(reversed(args), reversed(node.args.defaults), strict=False)]
-            pairs += [(a, d) for a, d in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True) if d is not None]
-            for arg, default in pairs:
-                if arg.arg == plan.heads and isinstance(default, ast.Constant) and type(default.value) is int:
-                    return default.value
-            if plan.heads not in [arg.arg for arg in [*args, *node.args.kwonlyargs]]:
-                hint = did_you_mean(plan.heads, [arg.arg for arg in args])
-                message = f"'{plan.heads}' (the plan's heads) is not an argument of {target.class_name}"
-                raise fail("CP104", message, note=hint or f"its constructor is at {target.module.label}:{node.lineno}")
-    return None
+    """The number of attention heads that the constructor defaults to, where it is a plain number.
+
+    Raises CpgenError if the plan's heads is not an argument of the class's own constructor.
+    """
+    constructor = method(target.module, target.node, "__init__")
+    if plan.heads is None or constructor is None:
+        return None
+    if plan.heads not in constructor.parameters:
+        hint = did_you_mean(plan.heads, constructor.parameters)
+        message = f"'{plan.heads}' (the plan's heads) is not an argument of {target.class_name}"
+        note = f"its constructor is at {target.module.label}:{constructor.node.lineno}"
+        raise fail("CP104", message, note=hint or note)
+    return whole_number_defaults(target).get(plan.heads)
 
 
 def check_probes(target: Target, plan: Plan) -> None:

@@ -61,6 +61,7 @@ def test_help_needs_only_click(project: Path) -> None:
         ("list",),
         ("list", "--json"),
         ("plan", "show", "WanTransformer3DModel"),
+        ("plan", "show", "WanTransformer3DModel", "--cp", "8"),
         ("plan", "lint", str(REPOSITORY / "plans/sd3.yaml")),
     ],
 )
