@@ -65,7 +65,7 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh | None:
     """The 1-D mesh of an axis, or of `dp`, `dp_cp` or `dp_shard_cp`: of those of its axes that `mesh` has, or None."""
     names = mesh.mesh_dim_names or ()
     wanted = [part for axis in _FLATTENED.get(name, (name,)) for part in (CP_AXES if axis == "cp" else ()) + (axis,)]
-    present = tuple(axis for axis in wanted if axis in names)
+    present = tuple(axis for axis in names if axis in wanted)  # a user's mesh may have another order
     if len(present) > 1:
         return mesh[present]._flatten(name)
     return mesh[present[0]] if present else None
@@ -80,14 +80,18 @@ def axis_size(mesh: DeviceMesh, name: str) -> int:
 def split_cp(mesh: DeviceMesh, ulysses: int) -> tuple[DeviceMesh | None, DeviceMesh | None, DeviceMesh | None]:
     """The 1-D meshes (cp, outer, ulysses) of context parallelism; None for those of one rank.
 
-    The cp axis may be one axis or the two that `build_mesh` makes. Raises ValueError if these have other sizes.
+    The cp axis may be one axis or the two that `build_mesh` makes. Raises ValueError if these have other sizes,
+    or another order.
     """
     cp = flattened(mesh, "cp")
     if cp is None or cp.size() == 1:
         return None, None, None
     if ulysses in (1, cp.size()):
         return (cp, cp, None) if ulysses == 1 else (cp, None, cp)
-    if set(CP_AXES) <= set(mesh.mesh_dim_names or ()):
+    names = mesh.mesh_dim_names or ()
+    if set(CP_AXES) <= set(names):
+        if names.index("cp_outer") > names.index("cp_ulysses"):
+            raise ValueError(f"the mesh has axes {names}: cp_ulysses must come behind cp_outer")
         outer, inner = (mesh[axis] for axis in CP_AXES)
         if inner.size() != ulysses:
             raise ValueError(f"the mesh has cp_ulysses size {inner.size()}, but the Ulysses degree is {ulysses}")

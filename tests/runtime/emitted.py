@@ -18,7 +18,9 @@ from cpgen.verify.models import build_model, load_package, load_reference, rando
 
 ROOT = Path(__file__).parents[2]
 TINY = f"{ROOT}/tests/models/transformer_tiny.py:TinyTransformer2DModel"
+CAUSAL = f"{ROOT}/tests/models/transformer_causal.py:CausalTransformer2DModel"
 TINY_PLAN = ROOT / "tests/models/tiny.yaml"
+_PLANS = {TINY: TINY_PLAN, CAUSAL: ROOT / "tests/models/causal.yaml"}
 
 
 @dataclass(frozen=True)
@@ -35,8 +37,7 @@ class Emitted:
 
 
 def emit(out: Path, model: str, cp: int, strategy: str = "ulysses", **options: Any) -> Emitted:
-    if model == TINY:
-        options.setdefault("plan", TINY_PLAN)
+    options.setdefault("plan", _PLANS.get(model))
     package = generate(Request(model, cp, strategy, **options), out)
     for name, text in package.files.items():
         path = out / package.name / name

@@ -1,0 +1,185 @@
+"""What the workers run for the tests of strategies."""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cpgen.plan import Probe
+from cpgen.runtime.attention import AttentionSite, attention_site
+from cpgen.runtime.binding import ATTRIBUTE
+from cpgen.runtime.region import Region
+
+from .emitted import Emitted, gradients, inputs_of, loss_of, reference_and_model, worst
+from .exchange_cases import Traffic, binding
+from .model_cases import run
+
+
+def site_of(tokens: int, ulysses: int, layout: str = "BHSD", balanced: bool = False) -> tuple[AttentionSite, Region]:
+    """A bound attention site over one stream of `tokens`, and its region."""
+    b = binding(ulysses, balanced)
+    module = torch.nn.Identity()
+    setattr(module, ATTRIBUTE, b)
+    region = b.region = Region(b)
+    region.lengths["latent"] = tokens
+    site = attention_site(module, "latent", layout=layout)
+    assert isinstance(site, AttentionSite)
+    return site, region
+
+
+def local_tokens(region: Region) -> int:
+    return region.part_sizes("latent")[region.binding.cp.rank]
+
+
+def on_mesh(
+    emitted: Emitted, probe: Probe, shape: tuple[int, ...], names: tuple[str, ...], data_parallel: str
+) -> float:
+    """The worst output or gradient error, all in float64, of a model parallelized on a mesh that a user built."""
+    reference, model, package = reference_and_model(emitted, probe)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    options: dict[str, Any] = {} if data_parallel == "none" else {"reduce_dtype": torch.float64}
+    model = package.parallelize(model, mesh, data_parallel=data_parallel, **options)
+    outputs = []
+    for each in (reference, model):
+        outputs.append(run(each, inputs_of(probe)))
+        loss_of(outputs[-1]).backward()
+    error = float((outputs[0] - outputs[1]).detach().abs().max())
+    ours = gradients(model)
+    for name, gradient in ours.items():
+        if isinstance(gradient, DTensor):
+            ours[name] = gradient.full_tensor()
+        else:
+            dist.all_reduce(gradient)
+            gradient /= dist.get_world_size()
+    return max(error, worst(ours, gradients(reference)))
+
+
+def mesh_message(emitted: Emitted, probe: Probe, shape: tuple[int, ...], names: tuple[str, ...]) -> str:
+    _, model, package = reference_and_model(emitted, probe)
+    mesh: DeviceMesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+    try:
+        package.parallelize(model, mesh)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def grouped_traffic(heads: int, kv_heads: int, ulysses: int, outer: str | None) -> tuple[int, int]:
+    """Bytes that this rank sends for an attention call of 8 tokens, batch 1, 2 channels, float32: there, and back."""
+    site, region = site_of(8, ulysses)
+    tokens = local_tokens(region)
+    query, key, value = (torch.ones(1, h, tokens, 2) for h in (heads, kv_heads, kv_heads))
+    with Traffic() as there:
+        if ulysses > 1:
+            query, key, value = site.seq_to_heads(query, key, value)
+        if outer == "allgather":
+            key, value = site.gather_kv(query, key, value)
+        out = (site.ring_attention(_plain) if outer == "ring" else _plain)(query, key, value)
+    with Traffic() as back:
+        if ulysses > 1:
+            site.heads_to_seq(out)
+    return there.sent, back.sent
+
+
+def _plain(query: Tensor, key: Tensor, value: Tensor, *rest: Any, **options: Any) -> Tensor:
+    return F.scaled_dot_product_attention(
+        query, key, value, *rest, enable_gqa=query.shape[1] != key.shape[1], **options
+    )
+
+
+class _Order(TorchDispatchMode):
+    """The order of exchanges and attention, and the size of the largest tensor that came to be."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.events: list[str] = []
+        self.largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        name = func._schema.name.rpartition("::")[2]
+        if name == "all_to_all_single":
+            self.events.append("send")
+        elif name == "wait_tensor":
+            self.events.append("wait")
+        elif "attention" in name:
+            self.events.append("attend")
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(tensor, Tensor) and not func.is_view:
+                self.largest = max(self.largest, tensor.numel())
+        return out
+
+
+def ring_order(backward: bool) -> tuple[list[str], int, int]:
+    """Events of ring attention over 64 tokens, the largest tensor in values, and how many a rank's keys have."""
+    site, region = site_of(64, 1)
+    tensors = [torch.ones(1, 2, local_tokens(region), 4, requires_grad=True) for _ in range(3)]
+    with _Order() if not backward else nullcontext() as forward:  # type: ignore[attr-defined]
+        out = site.ring_attention(_plain)(*tensors)
+    if forward is not None:
+        return forward.events, forward.largest, tensors[0].numel()
+    with _Order() as order:
+        out.sum().backward()
+    return order.events, order.largest, tensors[0].numel()
+
+
+def causal_work(strategy: str, tokens: int, balanced: bool) -> int:
+    """Scores that this rank's causal attention computes, forward: queries times keys of each call of a kernel."""
+    site, region = site_of(tokens, 1, balanced=balanced)
+    query, key, value = (torch.ones(1, 1, local_tokens(region), 2) for _ in range(3))
+
+    class Scores(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            if "attention" in func._schema.name:
+                queries, keys = args[0].shape[2], args[1].shape[2]
+                causal = args[4] if len(args) > 4 else (kwargs or {}).get("is_causal", False)
+                Scores.count += queries * (queries + 1) // 2 if causal else queries * keys
+            return func(*args, **(kwargs or {}))
+
+    if strategy == "allgather":
+        key, value = site.gather_kv(query, key, value)
+    with Scores():
+        attend = site.ring_attention(_plain) if strategy == "ring" else site.causal_attention(_plain)
+        attend(query, key, value, is_causal=True)
+    return Scores.count
+
+
+def ring_message(backend: str | None, active: str | None, options: dict[str, Any]) -> str:
+    """The error that ring attention gives for a backend (or one that diffusers has active), or for an option."""
+    from diffusers.models.attention_dispatch import AttentionBackendName, attention_backend, dispatch_attention_fn
+
+    site, region = site_of(8, 1, "BSHD")
+    tensors = [torch.ones(1, local_tokens(region), 2, 4) for _ in range(3)]
+    if active is not None:
+        # Set as a user's environment would, whatever is installed here.
+        context: Any = attention_backend(AttentionBackendName(active))
+    else:
+        context = nullcontext()
+    try:
+        with context:
+            site.ring_attention(dispatch_attention_fn)(*tensors, backend=backend, **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def absorbed_row() -> tuple[float, float]:
+    """Least and most of an average of ones, where two rows' masks hide every key by a large number; uneven parts."""
+    site, region = site_of(7, 1)
+    tokens = local_tokens(region)
+    value = torch.ones(1, 1, tokens, 4)
+    mask = torch.zeros(1, 1, 7, 7)
+    mask[..., 0, :] = torch.finfo(torch.float32).min
+    mask[..., -1, :] = -1e5
+    out = site.ring_attention(_plain)(torch.zeros(1, 1, tokens, 4), torch.ones(1, 1, tokens, 4), value, attn_mask=mask)
+    return float(out.min()), float(out.max())
