@@ -214,13 +214,16 @@ def list_models(out: Path, as_json: bool) -> None:
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    width = max(len(row["model"]) for row in rows)
-    click.echo(f"{'model':{width}}  {'plan':24}  {'streams':14}  {'strategies':18}  state")
-    for row in rows:
-        streams, strategies = ", ".join(row["streams"]), ", ".join(row["strategies"])
-        click.echo(
-            f"{row['model']:{width}}  {row['plan'] or '-':24}  {streams:14}  {strategies:18}  {row['state']}".rstrip()
-        )
+    titles = {"model": "model", "plan": "plan", "streams": "streams", "strategies": "strategies", "state": "state"}
+    lines = [titles, *({**row, "plan": row["plan"] or "-"} for row in rows)]
+    table = [[_joined(line[column]) for column in titles] for line in lines]
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    for cells in table:
+        click.echo("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
+
+
+def _joined(value: str | list[str]) -> str:
+    return value if isinstance(value, str) else ", ".join(value)
 
 
 @cli.group()

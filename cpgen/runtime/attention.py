@@ -175,12 +175,13 @@ class AttentionSite:
         outputs = []
         at = 0
         for start, size in self._positions(self._streams)[self._binding.outer.rank]:
+            if size == 0:
+                continue
             end = start + size
             keys = torch.arange(end, device=query.device)
-            mask = (keys[start:, None] >= keys)[None, None] if size else None
-            if size:
-                run = (query.narrow(dim, at, size), key.narrow(dim, 0, end), value.narrow(dim, 0, end))
-                outputs.append(attention(*run, mask, dropout_p, False, *rest, **options))
+            mask = (keys[start:, None] >= keys)[None, None]
+            run = (query.narrow(dim, at, size), key.narrow(dim, 0, end), value.narrow(dim, 0, end))
+            outputs.append(attention(*run, mask, dropout_p, False, *rest, **options))
             at += size
         return torch.cat(outputs, dim=dim)
 
