@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check lint format table emit bench clean
+.PHONY: demo test check lint format table emit bench bench-strategies clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -37,7 +37,7 @@ format: $(READY)
 # Verify every shipped plan at cp 2 and 4 under both strategies, and put the table into the README.
 table: $(READY)
 	$(BIN)/cpgen verify --all --cp 2 --cp 4 --strategy ulysses --strategy allgather --json > .verify.json
-	$(BIN)/python tools/readme_table.py .verify.json
+	$(BIN)/python -m tools.readme_table .verify.json
 
 # Emit every package under generated/ again, as its manifest says.
 emit: $(READY)
@@ -45,6 +45,10 @@ emit: $(READY)
 
 bench: $(READY)
 	$(BIN)/python benchmarks/commands.py
+
+# Count and time the strategies on local ranks, and put the tables into docs/strategies.md.
+bench-strategies: $(READY)
+	$(BIN)/python -m benchmarks.strategies --write docs/strategies.md
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis .verify.json

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 from cpgen.constructor import whole_number_defaults
-from cpgen.costs import RING_STEP, Attention, Pass, cost
+from cpgen.costs import RING_STEP, Attention, cost
 from cpgen.diagnostics import CpgenError, fail
 from cpgen.package import default_heads
 from cpgen.plan import Plan
@@ -35,6 +35,11 @@ def options(strategy: Strategy) -> str:
         return strategy.name
     outer = f" --outer {strategy.outer}" if strategy.outer != OUTERS[0] else ""
     return f"hybrid --ulysses-degree {strategy.ulysses_degree}{outer}"
+
+
+def in_words(collectives: dict[str, int]) -> str:
+    """Numbers of collectives: 2 all-to-all, 3 ring steps."""
+    return ", ".join(f"{n} {kind}{'s' if kind == RING_STEP and n > 1 else ''}" for kind, n in collectives.items())
 
 
 def describe_costs(target: Target, plan: Plan, tree: SourceTree, cp: int, tokens: int, batch: int) -> str:
@@ -103,7 +108,7 @@ def _cells(strategy: Strategy, heads: _Heads, tokens: int, batch: int) -> tuple[
     def size(value: Fraction) -> str:
         return _in_bytes(value) if heads.known else f"{float(value / call.size):.3g} N"
 
-    forward, backward = (f"{size(each.sent)}: {_collectives(each)}" for each in (found.forward, found.backward))
+    forward, backward = (f"{size(each.sent)}: {in_words(each.collectives)}" for each in (found.forward, found.backward))
     return forward, backward, size(found.kv_held)
 
 
@@ -148,14 +153,6 @@ def _load_balance(plan: Plan) -> str:
     return (
         f"for causal calls ({causal} of {len(sites)}) under allgather, ring, hybrid: sends as much, evens out the work"
     )
-
-
-def _collectives(each: Pass) -> str:
-    return ", ".join(_counted(kind, count) for kind, count in each.collectives.items())
-
-
-def _counted(kind: str, count: int) -> str:
-    return kind if count == 1 else f"{count} {kind}{'s' if kind == RING_STEP else ''}"
 
 
 def _in_bytes(count: Fraction) -> str:

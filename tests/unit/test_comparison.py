@@ -9,11 +9,12 @@ import pytest
 from cpgen.comparison import choices, options
 from cpgen.constructor import whole_number_defaults
 from cpgen.diagnostics import CpgenError
-from cpgen.package import Request, generate
+from cpgen.package import Request, generate, read_plan
 from cpgen.source import SourceTree
 from cpgen.strategy import Strategy
+from cpgen.surgery.operate import operate
 from cpgen.target import find_target
-from tests.unit.projects import MODELS, TINY, TINY_PLAN, module_text, run
+from tests.unit.projects import FORMS, MODELS, REPOSITORY, TINY, TINY_PLAN, module_text, run
 
 
 def test_choices_are_all_that_a_degree_admits() -> None:
@@ -60,3 +61,19 @@ def test_defaults_are_read_from_source(tmp_path: Path) -> None:
     (tmp_path / "made.py").write_text(text)
     target = find_target(f"{tmp_path}/made.py:Model", SourceTree())
     assert whole_number_defaults(target) == {"heads": 4, "size": 8}
+
+
+def test_the_page_shows_what_is_emitted() -> None:
+    tree = SourceTree()
+    plan = read_plan(TINY_PLAN, "tiny.yaml")
+    target = find_target(TINY, tree)
+    emitted = {
+        line.strip()
+        for form in FORMS.values()
+        for file in operate(target, plan, form, "cpgen.runtime", tree).files
+        for line in file.text.splitlines()
+    }
+    page = (REPOSITORY / "docs/strategies.md").read_text("utf-8")
+    shown = [line for block in page.split("```python\n")[1:] for line in block.partition("```")[0].splitlines()]
+    assert len(shown) > 8
+    assert [line for line in shown if line not in emitted] == []
