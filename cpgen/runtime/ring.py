@@ -1,7 +1,8 @@
 """Ring attention: keys and values travel around the ranks block by block, and each rank attends to one at a time.
 
 A block's attention comes with its log-sum-exp, by which partial results merge (as FlashAttention's do over blocks of
-keys). Memory for keys and values stays that of two blocks; nothing but a rank's own tensors is kept for backward.
+keys). Beside its own keys and values a rank holds two blocks, the one at hand and the one that arrives; for backward it
+keeps its own only.
 """
 
 from __future__ import annotations
