@@ -28,12 +28,6 @@ from tests.runtime.exchange_cases import Traffic, binding
 _KERNEL = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _MARK = 7.0
 _RELEASE = 0.1  # seconds: threads of gloo let go of what they have sent a little after the collective has ended
-_KINDS = {
-    "all_to_all_single": "all-to-all",
-    "all_gather_into_tensor": "all-gather",
-    "reduce_scatter_tensor": "reduce-scatter",
-    "ring_step": "ring step",
-}
 
 
 @dataclass(frozen=True)
@@ -153,8 +147,7 @@ def _counted(strategy: Strategy, call: Attention) -> Counts:
     with Traffic() as backward:
         out.backward(torch.ones_like(out))
     held, kept = _kv_memory(strategy, call)
-    calls = [{_KINDS[name]: count for name, count in each.calls.items()} for each in (forward, backward)]
-    return Counts(calls[0], forward.sent, calls[1], backward.sent, held, kept)
+    return Counts(forward.calls, forward.sent, backward.calls, backward.sent, held, kept)
 
 
 def _kv_memory(strategy: Strategy, call: Attention) -> tuple[int, int]:

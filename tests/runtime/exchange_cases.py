@@ -14,6 +14,7 @@ from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.tensor import DTensor, Placement, Shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from cpgen.costs import ALL_GATHER, ALL_TO_ALL, REDUCE_SCATTER, RING_STEP
 from cpgen.runtime.attention import attention_site
 from cpgen.runtime.binding import ATTRIBUTE, Axis, Binding
 from cpgen.runtime.mesh import split_cp
@@ -146,7 +147,7 @@ def _mask(shape: Shape, total: int, generator: torch.Generator) -> Tensor | None
 
 
 class Traffic(TorchDispatchMode):
-    """Counts collectives, and the bytes that this rank sends to others."""
+    """Counts collectives, by the names of cpgen.costs, and the bytes that this rank sends to others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -163,14 +164,16 @@ class Traffic(TorchDispatchMode):
                 send = args[2]
                 self.sent += (sum(send) - send[rank]) * size
                 # In a ring each rank has one neighbour to send to.
-                name = "ring_step" if sum(count > 0 for count in send) == 1 < peers else name
+                kind = RING_STEP if sum(count > 0 for count in send) == 1 < peers else ALL_TO_ALL
             elif name == "all_gather_into_tensor":
                 self.sent += args[0].numel() * (peers - 1) * size
+                kind = ALL_GATHER
             elif name == "reduce_scatter_tensor":
                 self.sent += args[0].numel() * (peers - 1) // peers * size
+                kind = REDUCE_SCATTER
             else:
                 raise AssertionError(f"an unexpected collective: {name}")
-            self.calls[name] = self.calls.get(name, 0) + 1
+            self.calls[kind] = self.calls.get(kind, 0) + 1
         return func(*args, **(kwargs or {}))
 
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cpgen.costs import ALL_GATHER, Attention, cost
 from cpgen.plan import Probe
+from cpgen.strategy import resolve
 from cpgen.verify.pool import WorkerPool
 
 from .emitted import TINY, Emitted, emit
@@ -48,7 +51,7 @@ def sized(probe: Probe, **shapes: tuple[int, ...]) -> Probe:
     return replace(probe, inputs=inputs)
 
 
-# Traffic, against the table of the design. Even lengths, so that nothing is padded; N = B * S * H * D * itemsize.
+# Traffic, against cpgen.costs. Even lengths, so that nothing is padded.
 
 WAYS = [  # strategy, its options, cp
     ("ulysses", {}, 2),
@@ -63,22 +66,12 @@ WAYS = [  # strategy, its options, cp
 
 
 def expected_traffic(
-    strategy: str, options: dict[str, Any], cp: int, layers: int, n: int
-) -> tuple[dict[str, int], int, dict[str, int], int]:
-    """Collectives and bytes sent by a rank's attention in forward and in backward, in float32."""
-    inner = {"ulysses": cp, "hybrid": options.get("ulysses_degree")}.get(strategy, 1)
-    outer = cp // inner
-    ring = "ring" in (strategy, options.get("outer"))
-    heads = 4 * n * (inner - 1) // (inner * cp)
-    keys = 2 * n * (outer - 1) // cp
-    exchanges = {"all_to_all_single": 2 * layers} if inner > 1 else {}
-    steps = {"ring_step": (outer - 1) * layers} if ring else {}
-    gathers = {"all_gather_into_tensor": layers} if outer > 1 and not ring else {}
-    # In backward of a ring keys and values travel again, and their gradients, which are float32, as far.
-    twice = {name: 2 * count for name, count in steps.items()}
-    scatters = {"reduce_scatter_tensor": layers} if gathers else {}
-    sent_back = heads + (2 * keys if ring else keys)
-    return exchanges | steps | gathers, layers * (heads + keys), exchanges | twice | scatters, layers * sent_back
+    strategy: str, options: dict[str, Any], cp: int, layers: int, call: Attention
+) -> tuple[dict[str, int], Fraction, dict[str, int], Fraction]:
+    """Collectives and bytes sent by a rank's attention in forward and in backward."""
+    found = cost(resolve(strategy, cp, options.get("ulysses_degree"), options.get("outer"), False, None), call)
+    counts = [{kind: layers * n for kind, n in each.collectives.items()} for each in (found.forward, found.backward)]
+    return counts[0], layers * found.forward.sent, counts[1], layers * found.backward.sent
 
 
 @pytest.mark.parametrize(("strategy", "options", "cp"), WAYS)
@@ -87,8 +80,8 @@ def test_wan_sends_what_the_table_says(
 ) -> None:
     emitted = emit(tmp_path, WAN, cp, strategy, **options)
     probe = sized(emitted.probe("text-to-video"), hidden_states=(2, 4, 2, 4, 8))  # 16 tokens
-    calls, bytes_, calls_back, bytes_back = expected_traffic(strategy, options, cp, 2, 2 * 16 * 4 * 12 * 4)
-    calls["all_gather_into_tensor"] = calls.get("all_gather_into_tensor", 0) + 1  # the region's exit
+    calls, bytes_, calls_back, bytes_back = expected_traffic(strategy, options, cp, 2, Attention(16, 2, 4, 4, 12, 4))
+    calls[ALL_GATHER] = calls.get(ALL_GATHER, 0) + 1  # the region's exit
     exit_bytes = 2 * 16 * 16 // cp * 4 * (cp - 1)  # the output: 4 channels of 1 x 2 x 2 patches
     for forward, sent, backward, sent_back in pool.run(traffic, emitted, probe, world_size=cp):
         # Cross-attention on whole text, and the region's entry, send nothing.
@@ -100,8 +93,8 @@ def test_wan_sends_what_the_table_says(
 def test_joint_attention_costs_as_much_as_self_attention(tmp_path: Path, pool: WorkerPool, strategy: str) -> None:
     emitted = emit(tmp_path, FLUX, 2, strategy)
     probe = emitted.probe("guidance-and-controlnet")  # 16 + 8 tokens, 2 double and 2 single blocks
-    calls, bytes_, calls_back, bytes_back = expected_traffic(strategy, {}, 2, 4, 1 * 24 * 4 * 16 * 4)
-    calls["all_gather_into_tensor"] = calls.get("all_gather_into_tensor", 0) + 1
+    calls, bytes_, calls_back, bytes_back = expected_traffic(strategy, {}, 2, 4, Attention(24, 1, 4, 4, 16, 4))
+    calls[ALL_GATHER] = calls.get(ALL_GATHER, 0) + 1
     for forward, sent, backward, sent_back in pool.run(traffic, emitted, probe, world_size=2):
         assert (forward, sent) == (calls, bytes_ + 8 * 8 * 4)
         assert (backward, sent_back) == (calls_back, bytes_back)
