@@ -53,6 +53,18 @@ def test_attention_is_that_of_one_process(pool: WorkerPool, case: tuple[int, Sha
         assert backward <= EXACT
 
 
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize("mask", ["causal", "keys", "rows", "heads"])
+@pytest.mark.parametrize("outer", ["allgather", "ring"])
+def test_ulysses_inside_an_outer_exchange(pool: WorkerPool, outer: str, mask: str, balanced: bool) -> None:
+    """The only degrees of four ranks at which both axes have several, whatever the draws above were."""
+    streams = (("text", 9), ("latent", 22))
+    shape = Shape(streams, 2, 6, 2, 4, "BSHD", ulysses=2, outer=outer, mask=mask, additive=True, balanced=balanced)
+    for forward, backward in pool.run(attention_errors, shape, world_size=4):
+        assert forward <= EXACT
+        assert backward <= EXACT
+
+
 @pytest.mark.parametrize(
     ("axes", "placements", "kind"),
     [
