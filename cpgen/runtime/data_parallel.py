@@ -106,7 +106,8 @@ class Precision:
         main = MixedPrecisionPolicy(param_dtype, reduce_dtype, cast_forward_inputs=False)
         kept = MixedPrecisionPolicy(torch.float32, reduce_dtype, cast_forward_inputs=False)
         dtypes = {p.dtype if param_dtype is None else param_dtype for p in model.parameters() if p.is_floating_point()}
-        names = (name for name, _ in model.named_parameters()) if dtypes - {torch.float32} else ()
+        wide = dtypes <= {torch.float32, torch.float64}  # none is narrower than what parameters are kept in
+        names = () if wide else (name for name, _ in model.named_parameters())
         kept_ids = frozenset(id(model.get_parameter(name)) for name in names if kept_in_fp32(model, name))
         return cls(main, kept, kept_ids)
 

@@ -143,14 +143,12 @@ def clip_grad_norm_(
         if parameter.grad is not None:
             mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
             groups.setdefault(mesh, []).append(parameter)
-    norms = [_total_norm(group, norm_type) for group in groups.values()]
-    total = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]), norm_type) if norms else None
-    if total is None:
+    if not groups:
         return torch.tensor(0.0)
-    if error_if_nonfinite and not bool(torch.isfinite(total)):
-        raise RuntimeError(
-            f"the norm of order {norm_type} of all gradients is {float(total)}, so they can't be clipped"
-        )
+    norms = [_total_norm(group, norm_type) for group in groups.values()]
+    total: Tensor = torch.linalg.vector_norm(torch.stack([norm.to(norms[0]) for norm in norms]), norm_type)
+    if error_if_nonfinite and not bool(total.isfinite()):
+        raise RuntimeError(f"the norm of all gradients is {float(total)}, so they can't be clipped")
     for group in groups.values():
         torch.nn.utils.clip_grads_with_norm_(group, max_norm, total)
     return total

@@ -27,7 +27,7 @@ from cpgen.verify.compare import (
     named_tensors,
 )
 from cpgen.verify.float64 import AsFloat64, to_float64
-from cpgen.verify.models import build_model, load_package, load_reference, randomise
+from cpgen.verify.models import build_model, load_package, load_reference, mesh_for, randomise
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,6 @@ def _run_modes(case: Case, modes: tuple[str, ...], dtype: torch.dtype) -> list[_
             if getattr(package, name) != degree:
                 raise ValueError(f"the package was emitted with {name} {getattr(package, name)}, not {degree}")
         model_class = getattr(package, case.reference.class_name)
-    mesh = None
     reports = []
     for mode in modes:
         with _failing_as_case_error(mode):
@@ -92,9 +91,8 @@ def _run_modes(case: Case, modes: tuple[str, ...], dtype: torch.dtype) -> list[_
             if checkpoint and getattr(model_class, "_supports_gradient_checkpointing", False):
                 model.enable_gradient_checkpointing()  # type: ignore[operator]
             if mode != UNBOUND:
-                mesh = package.build_mesh("cpu") if mesh is None else mesh
                 options = {} if dtype == torch.float32 else {"reduce_dtype": dtype}
-                model = package.parallelize(model, mesh, data_parallel=mode, **options)
+                model = package.parallelize(model, mesh_for(package), data_parallel=mode, **options)
             reports.append(_run_mode(case, mode, expected, model, dtype))
     return reports
 

@@ -11,8 +11,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from cpgen.plan import Probe
@@ -33,6 +35,22 @@ def load_reference(reference: Reference) -> type[nn.Module]:
             module = importlib.import_module(".".join(parts)) if len(parts) > 1 else _load_file(path)
     model_class: type[nn.Module] = getattr(module, reference.class_name)
     return model_class
+
+
+_meshes: list[Any] = []  # the world's group, and meshes over it by the degrees of their packages
+
+
+def mesh_for(package: ModuleType) -> Any:
+    """The package's mesh over all ranks, kept for others of the same degrees for as long as the process group lives.
+
+    torch's caches of DTensor operations never let go of a mesh, and its groups have threads.
+    """
+    if not _meshes or _meshes[0] is not dist.group.WORLD:
+        _meshes[:] = [dist.group.WORLD, {}]
+    degrees = tuple(getattr(package, name, None) for name in ("CP_DEGREE", "ULYSSES_DEGREE", "TP_DEGREE"))
+    if degrees not in _meshes[1]:
+        _meshes[1][degrees] = package.build_mesh("cpu")
+    return _meshes[1][degrees]
 
 
 def load_package(directory: str, name: str) -> ModuleType:

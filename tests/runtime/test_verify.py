@@ -213,7 +213,7 @@ def test_fault_with_masks_and_several_outputs_is_reported(tmp_path: Path, pool: 
 
 
 def test_rank_that_fails_alone_is_named_and_the_pool_goes_on(tmp_path: Path, pool: WorkerPool) -> None:
-    fault = "        " + IF_BOUND + "assert cp.binding.rank == 0, 'no memory left'\n"
+    fault = "        " + IF_BOUND + "assert cp.binding.cp.rank == 0, 'no memory left'\n"
     result = verify_one(packages.wan(tmp_path, 2, broken=((SHARD_ROPE, SHARD_ROPE + fault),)), pool)
     assert result.error == "rank 1: none: AssertionError: no memory left"
     assert verify_one(packages.wan(tmp_path / "right", 2), pool).ok

@@ -189,7 +189,8 @@ def _write(
     )
     directory.joinpath("parallelize.py").write_text(patch(glue, broken_glue))
     directory.joinpath("__init__.py").write_text(
-        f"from .parallelize import CP_DEGREE, build_mesh, parallelize\nfrom .{stub.module} import {model_class}\n"
+        f"from .parallelize import CP_DEGREE, TP_DEGREE, build_mesh, parallelize\n"
+        f"from .{stub.module} import {model_class}\n"
     )
     return package
 
