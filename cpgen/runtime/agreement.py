@@ -9,22 +9,22 @@ import torch.distributed as dist
 
 ResultT = TypeVar("ResultT")
 
-_control: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None  # (world it was made in, group)
+_groups: dict[bool, tuple[dist.ProcessGroup, dist.ProcessGroup]] = {}  # background: (world it was made in, group)
 
 
-def control_group() -> dist.ProcessGroup | None:
+def control_group(*, background: bool = False) -> dist.ProcessGroup | None:
     """A gloo group of all ranks for messages between hosts, or None without a process group. First call: collective.
 
-    It is not the default group: an asynchronous save uses it from a thread while training communicates.
+    There are two: `background` is for the thread that writes a checkpoint. Were it one group, messages of that thread
+    and of the training's own would meet in another order on another rank.
     """
-    global _control
     if not (dist.is_available() and dist.is_initialized()):
         return None
     world = dist.group.WORLD
     assert world is not None
-    if _control is None or _control[0] is not world:
-        _control = (world, dist.new_group(backend="gloo"))
-    return _control[1]
+    if background not in _groups or _groups[background][0] is not world:
+        _groups[background] = (world, dist.new_group(backend="gloo"))
+    return _groups[background][1]
 
 
 def is_first_rank() -> bool:
@@ -57,8 +57,8 @@ def on_every_rank(action: Callable[[], ResultT]) -> ResultT:
     return result
 
 
-def on_first_rank(action: Callable[[], ResultT], what: str) -> ResultT:
-    """Run `action` on rank 0 and return its result on every rank. Collective.
+def on_first_rank(action: Callable[[], ResultT], what: str, *, background: bool = False) -> ResultT:
+    """Run `action` on rank 0 and return its result on every rank. Collective, in that `control_group`.
 
     If it raises OSError or ValueError, every rank raises ValueError; `what` says what could not be done.
     """
@@ -70,7 +70,7 @@ def on_first_rank(action: Callable[[], ResultT], what: str) -> ResultT:
             outcome = [f"{what}: {error}", None]
         except ValueError as error:
             outcome = [str(error), None]
-    if (group := control_group()) is not None:
+    if (group := control_group(background=background)) is not None:
         dist.broadcast_object_list(outcome, src=0, group=group)
     if outcome[0] is not None:
         raise ValueError(outcome[0])

@@ -2,15 +2,9 @@
 
 from __future__ import annotations
 
-import io
+import contextlib
 import os
-import random
-import sys
 import warnings
-import zipfile
-from collections.abc import Iterator
-from concurrent.futures import Future
-from contextlib import contextmanager
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -19,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint._nested_dict import flatten_state_dict
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
@@ -29,47 +22,22 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.distributed.checkpoint.state_dict_loader import load
-from torch.distributed.checkpoint.state_dict_saver import async_save, save
 from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
-from .agreement import control_group, gather, is_first_rank, on_every_rank, on_first_rank
+from . import random_state
+from .agreement import control_group, gather, on_every_rank, on_first_rank
+from .checkpoint_content import check_files, describe_model, read_metadata, storage_entries, write_description
+from .checkpoint_writer import AsyncSave, quiet, reason, write, write_in_background
 from .mesh import data_rank, mesh_of
-from .step_directory import METADATA, find_step, make_room, prune, step_path
+from .random_state import from_bytes, to_bytes
+from .step_directory import abandon, find_step, make_room, step_path
+
+__all__ = ["AsyncSave", "finish_pending", "load_checkpoint", "save_checkpoint"]
 
 _pending: AsyncSave | None = None
-
-
-class AsyncSave:
-    """A checkpoint being written in the background. Keep the process group until `wait` has returned."""
-
-    def __init__(self, future: Future[Any], path: Path, keep: int | None) -> None:
-        self._future = future
-        self._path = path
-        self._keep = keep
-        self._finished = False
-
-    def done(self) -> bool:
-        """Whether the writing has ended."""
-        return self._future.done()
-
-    def wait(self) -> None:
-        """Return once the checkpoint is complete and older ones are pruned. Raises ValueError if it failed."""
-        if self._finished:
-            return
-        try:
-            self._future.result()
-        except (Exception, CheckpointException) as error:
-            raise ValueError(_saving_failed(self._path, error)) from error
-        self._finished = True
-        if is_first_rank():
-            prune(self._path, self._keep)
-
-    def result(self) -> None:
-        """The same as `wait`."""
-        self.wait()
 
 
 def save_checkpoint(
@@ -89,34 +57,34 @@ def save_checkpoint(
     once if all data ranks have the same, else (a dataloader's position) once per data rank.
     With `keep`, all but this and the latest others are deleted once this one is complete. With `asynchronous` the state
     is copied to host memory and written by a thread; the handle's `wait` ends it, and so does the next save or load.
-    Raises ValueError on every rank if the directory can't be written.
+    Raises ValueError on every rank if the directory can't be written, or if the asynchronous save before this one
+    failed; training can go on, and save again.
     """
     global _pending
     if step < 0 or (keep is not None and keep < 1):
         raise ValueError(f"step={step} must not be negative, and keep={keep} must be at least 1 (or None: all)")
     _check_names(extra or {})
-    _finish_pending()
+    finish_pending()
     path = step_path(Path(directory), step)
-    on_first_rank(lambda: make_room(path), f"the checkpoint {path} can't be written")
-    on_every_rank(lambda: _check_shared(path))
     state = _saved_state(model, optimizer, extra or {})
-    group = control_group()
-    try:
-        if asynchronous and group is not None:
-            future = async_save(state, checkpoint_id=path, process_group=group)
-            assert isinstance(future, Future)
-            _pending = AsyncSave(future, path, keep)
-            return _pending
-        with _quiet():
-            save(state, checkpoint_id=path, process_group=group)
-    except CheckpointException as error:
-        raise ValueError(_saving_failed(path, error)) from error
-    on_first_rank(lambda: prune(path, keep), f"{path} is complete, but older checkpoints can't be deleted")
-    if asynchronous:
-        done: Future[Any] = Future()
-        done.set_result(None)
-        return AsyncSave(done, path, keep)
-    return None
+    description = describe_model(model, state["model"])
+
+    def begin() -> None:
+        try:
+            make_room(path)
+            write_description(path, description)
+        except OSError:
+            with contextlib.suppress(OSError):
+                abandon(path)
+            raise
+
+    on_first_rank(begin, f"the checkpoint {path} can't be written")
+    on_every_rank(lambda: _check_shared(path))
+    if not asynchronous:
+        write(state, path, keep)
+        return None
+    _pending = write_in_background(state, path, keep)
+    return _pending
 
 
 def load_checkpoint(
@@ -131,50 +99,52 @@ def load_checkpoint(
 
     Returns the step, or None if -1 was asked for and there is none. Objects in `extra` get their state, plain values
     are replaced in the dict. Everything is checked before anything is changed: names, shapes, and checksums of every
-    file. Gradients are dropped. Random state is restored if the number of data ranks is the same, else there is a
-    warning. Raises ValueError on every rank if the step is absent or incomplete, or the checkpoint is damaged or
-    another model's. Checkpoints hold pickled metadata: load only those that you trust.
+    file. Gradients are dropped. Random state is restored if the number of data ranks is the same, else drawn anew from
+    the saved one, with a warning. Raises ValueError on every rank if the step is absent or incomplete, or the
+    checkpoint is damaged or another model's. Checkpoints hold pickled metadata: load only those that you trust.
     """
     extra = {} if extra is None else extra
     _check_names(extra)
-    _finish_pending()
+    finish_pending()
     found = on_first_rank(lambda: find_step(Path(directory), step), f"{directory} can't be read")
     if found is None:
         return None
     step, path = found
-    metadata = on_every_rank(lambda: _read_metadata(path))
+    metadata = on_every_rank(lambda: read_metadata(path))
     untouched = optimizer is None or not optimizer.state
     target = _target_state(model, optimizer, metadata)
     rank, size = _data_rank(model)
     try:
         on_every_rank(lambda: _check_content(path, metadata, target, extra, size))
-        on_every_rank(lambda: _check_files(path, metadata))
+        on_every_rank(lambda: check_files(path, _share(storage_entries(metadata))))
     except ValueError:
         if optimizer is not None and untouched:
             optimizer.state.clear()  # asking for the optimizer's layout filled it
         raise
     target["extra"] = {name: _extra_target(name, value, rank, metadata) for name, value in extra.items()}
     same_size = f"rng.{size - 1}" in metadata.state_dict_metadata and f"rng.{size}" not in metadata.state_dict_metadata
-    target["rng"] = {str(rank): b""} if same_size else {}
+    target["rng"] = {str(rank) if same_size else "0": b""}
     if not same_size:
-        warnings.warn(f"{path} was saved by another number of data ranks: random state is not restored", stacklevel=2)
+        warnings.warn(f"{path} was saved by another number of data ranks: random state is drawn anew", stacklevel=2)
     try:
-        with _quiet():
+        with quiet():
             load(target, checkpoint_id=path, process_group=control_group())
         set_model_state_dict(model, target["model"])
         if optimizer is not None:
             # Not strict: a parameter that never had a gradient has no state.
             set_optimizer_state_dict(model, optimizer, target["optimizer"], options=StateDictOptions(strict=False))
     except (CheckpointException, RuntimeError, KeyError) as error:
-        raise ValueError(f"{path} was loaded in part only, do not use the model: {_reason(error)}") from error
+        raise ValueError(f"{path} was loaded in part only, do not use the model: {reason(error)}") from error
     for name, saved in target["extra"].items():
-        state = saved["sharded"] if "sharded" in saved else _from_bytes(next(iter(saved.values())))
+        state = saved["sharded"] if "sharded" in saved else from_bytes(next(iter(saved.values())))
         if isinstance(extra[name], Stateful):
             extra[name].load_state_dict(state)
         else:
             extra[name] = state
     if same_size:
-        _set_random_state(_from_bytes(target["rng"][str(rank)]))
+        random_state.restore(from_bytes(target["rng"][str(rank)]))
+    else:
+        random_state.reseed_from(target["rng"]["0"], rank, size)
     return step
 
 
@@ -185,7 +155,7 @@ def _saved_state(
     _reshard(model)
     rank, _ = _data_rank(model)
     state: dict[str, Any] = {"model": get_model_state_dict(model), "extra": {}}
-    state["rng"] = {str(rank): _to_bytes(_random_state())}
+    state["rng"] = {str(rank): to_bytes(random_state.capture())}
     if optimizer is not None:
         unused = not optimizer.state
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
@@ -199,7 +169,7 @@ def _saved_state(
         if any(isinstance(leaf, DTensor) for leaf in tree_leaves(content)):
             state["extra"][name] = {"sharded": content}
         else:
-            blobs[name] = _to_bytes(content)
+            blobs[name] = to_bytes(content)
     digests = gather({name: sha256(blob).hexdigest() for name, blob in blobs.items()})
     for name, blob in blobs.items():
         same = all(digest.get(name) == digests[0].get(name) for digest in digests)
@@ -256,31 +226,10 @@ def _check_content(
         raise ValueError(f"{path} does not fit what it is loaded into:\n  " + "\n  ".join(sorted(problems)))
 
 
-def _check_files(path: Path, metadata: Metadata) -> None:
-    """Raise ValueError if an entry is cut short or its checksum is wrong. Each rank checks its share of the entries."""
+def _share(entries: list[Any]) -> list[Any]:
+    """This rank's share of the work."""
     group = control_group()
-    rank, size = (0, 1) if group is None else (dist.get_rank(group), dist.get_world_size(group))
-    entries = sorted(metadata.storage_data.items(), key=lambda item: (item[1].relative_path, item[1].offset))
-    for index, place in entries[rank::size]:
-        file = path / place.relative_path
-        try:
-            with file.open("rb") as stream:
-                stream.seek(place.offset)
-                data = stream.read(place.length)
-            broken = len(data) < place.length or zipfile.ZipFile(io.BytesIO(data)).testzip()
-        except (OSError, zipfile.BadZipFile, NotImplementedError) as error:
-            raise ValueError(f"{file} is damaged at {index.fqn}: {error}") from error
-        if broken:
-            raise ValueError(f"{file} is damaged at {index.fqn}: it is cut short or its checksum is wrong")
-
-
-def _read_metadata(path: Path) -> Metadata:
-    try:
-        metadata = FileSystemReader(path).read_metadata()
-        assert isinstance(metadata.state_dict_metadata, dict) and isinstance(metadata.storage_data, dict)
-    except Exception as error:  # unpickling what is no pickle raises anything
-        raise ValueError(f"{path / METADATA} is damaged or not a checkpoint's: {error}") from error
-    return metadata
+    return entries if group is None else entries[dist.get_rank(group) :: dist.get_world_size(group)]
 
 
 def _extra_kinds(name: str, metadata: Metadata) -> set[str]:
@@ -315,55 +264,9 @@ def _data_rank(model: torch.nn.Module) -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def _random_state() -> dict[str, Any]:
-    state = {"python": random.getstate(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available():
-        state["cuda"] = torch.cuda.get_rng_state()
-    if (numpy := sys.modules.get("numpy")) is not None:
-        state["numpy"] = numpy.random.get_state()
-    return state
-
-
-def _set_random_state(state: dict[str, Any]) -> None:
-    random.setstate(state["python"])
-    torch.set_rng_state(state["torch"])
-    if "cuda" in state and torch.cuda.is_available():
-        torch.cuda.set_rng_state(state["cuda"])
-    if "numpy" in state and (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.set_state(state["numpy"])
-
-
-def _to_bytes(value: Any) -> bytes:
-    buffer = io.BytesIO()
-    torch.save(value, buffer)
-    return buffer.getvalue()
-
-
-def _from_bytes(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), map_location="cpu", weights_only=False)
-
-
-def _finish_pending() -> None:
+def finish_pending() -> None:
+    """Wait for the asynchronous save that runs, if any. Raises ValueError on every rank if it failed."""
     global _pending
     pending, _pending = _pending, None
     if pending is not None:
         pending.wait()
-
-
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """Without DCP's remark that a single process has no process group."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is (disabled|unavailable)")
-        yield
-
-
-def _saving_failed(path: Path, error: BaseException) -> str:
-    return f"the checkpoint {path} is incomplete and will not be loaded: {_reason(error)}"
-
-
-def _reason(error: BaseException) -> str:
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (cause, _) = min(error.failures.items())
-        return f"{type(cause).__name__}: {cause} (on rank {rank})"
-    return f"{type(error).__name__}: {error}"

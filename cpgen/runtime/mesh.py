@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-import random
-import sys
 from weakref import WeakKeyDictionary
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from .random_state import seed_process
 
 AXES = ("pp", "dp_replicate", "dp_shard", "cp", "tp")  # outermost first: cp and tp peers are neighbours
 # What the cp axis is made of under the hybrid strategy, Ulysses innermost: its all-to-all sends the most messages.
@@ -133,17 +133,14 @@ def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
 
 
 def seed_everything(seed: int, mesh: DeviceMesh) -> int:
-    """Seed Python's random, torch and (if imported) numpy; returns the seed that this rank got.
+    """Seed Python's random, torch and (if installed) numpy; returns the seed that this rank got.
 
     CP, TP and PP peers get the same seed, so that they draw the same noise and timesteps; data ranks get different
     ones, and no two (seed, data rank) pairs of one layout coincide.
     """
     rank, size = data_rank(mesh)
     own = (seed * size + rank) % 2**63
-    random.seed(own)
-    torch.manual_seed(own)
-    if (numpy := sys.modules.get("numpy")) is not None:
-        numpy.random.seed(own % 2**32)
+    seed_process(own)
     return own
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import re
 import shutil
 from pathlib import Path
@@ -51,19 +53,49 @@ def make_room(path: Path) -> None:
 
 
 def prune(path: Path, keep: int | None) -> None:
-    """Delete what the complete checkpoint `path` makes superfluous: the one it replaced, and with `keep` all but it and
-    the `keep - 1` latest others, and remains of saves that were killed earlier."""
-    _delete(_replaced(path))
+    """Delete what the complete checkpoint `path` makes superfluous: replaced ones whose successor is complete, and with
+    `keep` all but it and the `keep - 1` latest others, and remains of saves that were killed earlier."""
+    steps = complete_steps(path.parent)
+    for step in steps:
+        if steps[step] == step_path(path.parent, step):
+            _delete(_replaced(steps[step]))
     if keep is None:
         return
     own = int(path.name.removeprefix("step_"))
-    steps = complete_steps(path.parent)
     for step in sorted(steps.keys() - {own}, reverse=True)[keep - 1 :]:
         _delete(steps[step])
     for remains in path.parent.glob("step_*"):
         match = _STEP.fullmatch(remains.name)
         if match and int(match[1]) < own and not (remains / METADATA).is_file():
             _delete(remains)
+
+
+def abandon(path: Path) -> None:
+    """Undo `make_room` after a save of `path` failed: its files go, and the checkpoint that stepped aside is back."""
+    _delete(path)
+    if _replaced(path).is_dir():
+        _replaced(path).rename(path)
+
+
+def write_durably(path: Path, text: str) -> None:
+    """Write a file that is on the disk when this returns."""
+    path.write_text(text, encoding="utf-8")
+    sync_file(path)
+
+
+def sync_file(path: Path) -> None:
+    """Return when the content of `path` is on the disk. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def sync_directory(path: Path) -> None:
+    """Return when the names in `path` are on the disk, where the file system can say so."""
+    with contextlib.suppress(OSError):
+        sync_file(path)
 
 
 def _replaced(path: Path) -> Path:
