@@ -76,6 +76,12 @@ def describe(plan: Plan) -> str:
             lines.append(text)
     for name in plan.outside:
         lines.append(f"outside     {name}")
+    for name in dict.fromkeys(entry.blocks for entry in plan.tensor_parallel):
+        lines.append(f"tensor      {name}")
+        of_list = [entry for entry in plan.tensor_parallel if entry.blocks == name]
+        for style in dict.fromkeys(entry.style for entry in of_list):
+            modules = [f"{e.module}{' (if there)' if e.optional else ''}" for e in of_list if e.style == style]
+            lines.append(f"  {style:17} {', '.join(modules)}")
     for probe in plan.probes:
         lines.append(f"probe       {probe.name}")
     return "\n".join(lines) + "\n"
