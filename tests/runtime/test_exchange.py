@@ -66,6 +66,20 @@ def test_ulysses_inside_an_outer_exchange(pool: WorkerPool, outer: str, mask: st
 
 
 @pytest.mark.parametrize(
+    ("degree", "ulysses", "heads", "kv_heads"),
+    [(4, 4, 30, 30), (4, 4, 30, 5), (2, 2, 3, 3), (2, 2, 3, 1), (4, 2, 3, 1)],
+)
+def test_heads_that_the_degree_does_not_divide(
+    pool: WorkerPool, degree: int, ulysses: int, heads: int, kv_heads: int
+) -> None:
+    outer = "ring" if ulysses < degree else None
+    shape = Shape((("latent", 13),), 2, heads, kv_heads, 4, "BSHD", ulysses, outer, mask="heads", additive=True)
+    for forward, backward in pool.run(attention_errors, shape, world_size=degree):
+        assert forward <= EXACT
+        assert backward <= EXACT
+
+
+@pytest.mark.parametrize(
     ("axes", "placements", "kind"),
     [
         (("cp",), (Shard(1),), "('cp',) (Shard(dim=1),)"),
