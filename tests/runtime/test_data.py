@@ -1,0 +1,402 @@
+"""Loaders: which rank gets what, and that a resumed run sees every remaining sample once."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import datasets
+import numpy as np
+import pyarrow
+import pytest
+import torch
+from datasets.table import InMemoryTable
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import WeightedRandomSampler
+
+from cpgen.runtime import data, streams
+from cpgen.runtime.data import ResumableLoader, split_by_data_rank
+from cpgen.runtime.mesh import seed_everything
+from cpgen.runtime.streams import ResumableStream
+from cpgen.verify.pool import WorkerPool
+from tests.runtime import data_cases as cases
+from tests.runtime import training_cases
+from tests.runtime.data_cases import Augmented, DrawnStream, Numbers, StatefulStream, Stream, listed
+
+
+@pytest.fixture(autouse=True, scope="module")
+def ranks_by_hand():
+    """A mesh may be the pair (data rank, data ranks) here, so that one process plays all ranks."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (data, streams):
+            real = module.data_rank
+            patch.setattr(module, "data_rank", lambda mesh, real=real: mesh if isinstance(mesh, tuple) else real(mesh))
+        yield
+
+
+def loaders(dataset: Any, size: int, **options: Any) -> list[ResumableLoader]:
+    options = {"collate_fn": listed, **options}
+    return [ResumableLoader(dataset, (rank, size), **options) for rank in range(size)]
+
+
+def take(iterators: list[Any], steps: int) -> list[list[list[Any]]]:
+    """Batches by step and rank. Every rank must have as many steps."""
+    found = []
+    for _ in range(steps):
+        batches = [next(iterator, None) for iterator in iterators]
+        if batches[0] is None:
+            assert batches == [None] * len(batches)
+            break
+        assert None not in batches
+        found.append(batches)
+    return found
+
+
+def flat(steps: list[list[list[Any]]]) -> list[Any]:
+    return [sample for step in steps for batch in step for sample in batch]
+
+
+@settings(max_examples=150, deadline=None)
+@given(
+    length=st.integers(1, 60),
+    layouts=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6)), min_size=1, max_size=4),
+    shuffle=st.booleans(),
+)
+def test_each_sample_of_an_epoch_once_whatever_interrupts_it(length, layouts, shuffle):
+    """Layouts: (data ranks, batch size, steps until the run is killed); the last goes to the end of the epoch."""
+    seen: list[int] = []
+    state = None
+    for index, (size, batch_size, steps) in enumerate(layouts):
+        ranks = loaders(Numbers(length), size, batch_size=batch_size, shuffle=shuffle, seed=5)
+        if state is not None:
+            for loader in ranks:
+                loader.load_state_dict(state)
+        if ranks[0].epoch > 0:  # the epoch ended with what came before
+            break
+        last = index == len(layouts) - 1
+        left = len(ranks[0])
+        done = take([iter(loader) for loader in ranks], 10**6 if last else steps)
+        assert not last or len(done) == left
+        sizes = [[len(batch) for batch in step] for step in done]
+        assert all(max(step) - min(step) <= 1 and max(step) <= batch_size for step in sizes)
+        seen += flat(done)
+        states = [loader.state_dict() for loader in ranks]
+        assert all(other == states[0] for other in states)
+        state = states[0]
+    assert len(set(seen)) == len(seen)
+    missing = length - len(seen)
+    # Only samples that can't give every rank one are left out, and with larger batches none where there is room.
+    assert missing < max(size for size, _, _ in layouts)
+    if batch_size > 1 and len(layouts) == 1 and length >= size:
+        assert missing == 0
+
+
+def test_order_is_shuffled_anew_each_epoch_and_follows_the_seed():
+    (loader,) = loaders(Numbers(20), 1, batch_size=4)
+    first, second = flat([list(loader)]), flat([list(loader)])
+    (again,) = loaders(Numbers(20), 1, batch_size=4)
+    (other,) = loaders(Numbers(20), 1, batch_size=4, seed=1)
+    assert first != second and sorted(first) == sorted(second) == list(range(20))
+    assert flat([list(again)]) == first
+    assert flat([list(other)]) not in (first, second)
+    assert loader.epoch == 2
+
+
+def test_a_global_step_has_the_same_samples_for_any_number_of_ranks():
+    steps = [
+        [
+            sorted(flat([step]))
+            for step in take([iter(loader) for loader in loaders(Numbers(28), size, batch_size=8 // size)], 9)
+        ]
+        for size in (1, 2, 4, 8)
+    ]
+    assert steps[0] == steps[1] == steps[2]
+    assert steps[3] == steps[0][:3]  # eight ranks can't share the last four samples
+
+
+def test_a_sample_read_ahead_by_a_worker_is_not_seen_yet():
+    (loader,) = loaders(Numbers(24), 1, batch_size=2, num_workers=2, prefetch_factor=4)
+    iterator = iter(loader)
+    first = [next(iterator) for _ in range(3)]
+    state = loader.state_dict()
+    assert state["consumed"] == 6
+    (resumed,) = loaders(Numbers(24), 1, batch_size=2)
+    resumed.load_state_dict(state)
+    rest = list(resumed)
+    assert list(iterator) == rest
+    assert sorted(flat([first, rest])) == list(range(24))
+
+
+def test_stopping_and_going_on_in_one_process():
+    (loader,) = loaders(Numbers(10), 1, batch_size=2, num_workers=1, persistent_workers=True)
+    first = [batch for batch, _ in zip(loader, range(2), strict=False)]  # zip asks for one more, then stops
+    assert loader.state_dict()["consumed"] == 6
+    rest = list(loader)
+    assert len(first) + len(rest) == 4
+    assert sorted(flat([list(loader)])) == list(range(10))
+
+
+def test_a_state_at_the_end_of_an_epoch_is_the_next_epochs_beginning():
+    (loader,) = loaders(Numbers(8), 1, batch_size=4)
+    iterator = iter(loader)
+    next(iterator), next(iterator)
+    state = loader.state_dict()
+    (resumed,) = loaders(Numbers(8), 1, batch_size=4)
+    resumed.load_state_dict(state)
+    assert (resumed.epoch, len(resumed)) == (1, 2)
+    assert len(list(loader)) == 2 and loader.epoch == 2  # an iterator that was not asked for the end: the same
+
+
+def test_drop_last():
+    ranks = loaders(Numbers(23), 2, batch_size=4, drop_last=True)
+    assert len(ranks[0]) == 2
+    steps = take([iter(loader) for loader in ranks], 9)
+    assert [[len(batch) for batch in step] for step in steps] == [[4, 4], [4, 4]]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_random_draws_of_a_sample_depend_on_its_place_only(workers):
+    def run(size: int, workers: int, start: int) -> dict[int, Any]:
+        ranks = loaders(Augmented(24), size, batch_size=8 // size, num_workers=workers)
+        for loader in ranks:
+            loader.load_state_dict({**loader.state_dict(), "consumed": start})
+        return {sample[0]: sample[1:] for sample in flat(take([iter(loader) for loader in ranks], 9))}
+
+    expected = run(1, 0, 0)
+    assert len(expected) == 24 and len({value for draws in expected.values() for value in draws}) == 72
+    later = run(2, workers, 8)
+    assert len(later) == 16
+    assert all(expected[index] == draws for index, draws in later.items())
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_loading_draws_nothing_from_the_training(workers):
+    def state() -> tuple[Any, ...]:
+        return random.getstate(), torch.get_rng_state().tolist(), np.random.get_state()[1].tolist()
+
+    (loader,) = loaders(Augmented(6), 1, batch_size=2, num_workers=workers)
+    before = state()
+    assert len(list(loader)) == 3
+    assert len(list(ResumableStream(DrawnStream(6), None, batch_size=2, num_workers=workers))) == 3
+    assert state() == before
+
+
+def test_a_sampler_gives_every_rank_the_same_order():
+    sampler = WeightedRandomSampler([1.0] * 10 + [0.0] * 10, 16)
+    ranks = loaders(Numbers(20), 2, batch_size=2, sampler=sampler)
+    steps = flat(take([iter(loader) for loader in ranks], 9))
+    assert len(steps) == 16 and max(steps) < 10 and len(set(steps)) > 3
+    ranks = loaders(Numbers(20), 1, batch_size=4, sampler=sampler)
+    assert sorted(flat(take([iter(ranks[0])], 9))) == sorted(steps)  # drawn under the seed, not under what came before
+    (listed_order,) = loaders(Numbers(20), 1, batch_size=2, sampler=[3, 1, 2])
+    assert list(listed_order) == [[3, 1], [2]]
+
+
+def test_default_collate_and_options_of_the_data_loader():
+    loader = ResumableLoader(Numbers(4), None, batch_size=2, shuffle=False)
+    assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda: ResumableLoader(Numbers(4), None, batch_size=0), "batch_size=0 must be at least 1"),
+        (lambda: ResumableLoader(Numbers(4), None, batch_size=1, generator=1), "generator can't be given"),
+        (lambda: ResumableLoader(Stream(4), None, batch_size=1), "use ResumableStream"),
+        (lambda: ResumableLoader(Numbers(4), None, batch_size=1, sampler=iter([1])), "has no length"),
+        (lambda: ResumableStream(Stream(4), None, batch_size=1, skip=False), "use skip=True"),
+        (lambda: ResumableStream(Stream(4), None, batch_size=1, shuffle=True), "shuffle can't be given"),
+        (lambda: ResumableStream(Stream(4), None, batch_size=1, split=False), "split=False is for"),
+        (lambda: ResumableStream(StatefulStream(4), None, batch_size=1, num_workers=2), "sample: use num_workers 0 or"),
+        (lambda: split_by_data_rank(Numbers(4), None), "Numbers is not a dataset of Hugging Face"),
+    ],
+)
+def test_what_does_not_go_together(build, message):
+    with pytest.raises(ValueError, match=message):
+        build()
+
+
+def test_a_state_of_another_dataset_is_refused():
+    state = ResumableLoader(Numbers(4), None, batch_size=1).state_dict()
+    with pytest.raises(ValueError, match="for 4 samples, but there are 5"):
+        ResumableLoader(Numbers(5), None, batch_size=1).load_state_dict(state)
+
+
+# --- iterable datasets -------------------------------------------------------------------------------------------
+
+
+def stream_ranks(dataset: Any, size: int, **options: Any) -> list[ResumableStream]:
+    return [ResumableStream(dataset, (rank, size), **{"collate_fn": listed, **options}) for rank in range(size)]
+
+
+@pytest.mark.parametrize("workers", [0, 2, 3])
+@pytest.mark.parametrize("after", [(1, 4), (2, 2), (4, 1)])
+def test_a_stream_is_resumed_by_skipping_on_any_number_of_ranks_and_workers(workers, after):
+    ranks = stream_ranks(Stream(31), 2, batch_size=2, num_workers=workers)
+    first = take([iter(stream) for stream in ranks], 3)
+    states = [stream.state_dict() for stream in ranks]
+    assert states[0] == states[1] and states[0]["consumed"] == 12
+    size, batch_size = after
+    resumed = stream_ranks(Stream(31), size, batch_size=batch_size, num_workers=workers)
+    for stream in resumed:
+        stream.load_state_dict(states[0])
+    rest = take([iter(stream) for stream in resumed], 99)
+    everything = flat(first) + flat(rest)
+    assert len(set(everything)) == len(everything) == (28 if size == 4 else 31)  # four ranks can't share three samples
+    (whole,) = stream_ranks(Stream(31), 1, batch_size=4)
+    expected = [sorted(batch) for batch in whole]
+    assert [sorted(flat([step])) for step in [*first, *rest]][:7] == expected[:7]
+
+
+def test_a_streams_epochs_and_its_random_draws():
+    (stream,) = stream_ranks(DrawnStream(12), 1, batch_size=4)
+    first, second = flat([list(stream)]), flat([list(stream)])
+    assert stream.epoch == 2 and stream.state_dict()["consumed"] == 0
+    assert sorted(index for index, _ in first) == list(range(12)) and first != second
+    for workers in (0, 2):
+        ranks = stream_ranks(DrawnStream(12), 2, batch_size=2, num_workers=workers)
+        for one in ranks:
+            one.load_state_dict({**one.state_dict(), "consumed": 4})
+        assert sorted(flat(take([iter(one) for one in ranks], 9))) == sorted(first[4:])
+
+
+def test_a_stream_without_its_last_step():
+    ranks = stream_ranks(Stream(11), 2, batch_size=2, drop_last=True)
+    assert len(flat(take([iter(stream) for stream in ranks], 9))) == 8
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_that_knows_its_place_is_not_read_twice(workers):
+    datasets = [StatefulStream(20) for _ in range(2)]
+    ranks = [
+        ResumableStream(datasets[rank], (rank, 2), batch_size=3, collate_fn=listed, num_workers=workers)
+        for rank in range(2)
+    ]
+    first = take([iter(stream) for stream in ranks], 2)
+    states = [stream.state_dict() for stream in ranks]
+    again = [StatefulStream(20) for _ in range(2)]
+    resumed = [
+        ResumableStream(again[rank], (rank, 2), batch_size=3, collate_fn=listed, num_workers=workers)
+        for rank in range(2)
+    ]
+    for stream, state in zip(resumed, states, strict=True):
+        stream.load_state_dict(state)
+    rest = take([iter(stream) for stream in resumed], 9)
+    assert sorted(flat(first) + flat(rest)) == list(range(20))
+    if workers == 0:
+        assert again[0].read == list(range(12, 20))
+    assert sorted(flat(take([iter(stream) for stream in resumed], 9))) == list(range(20))  # the next epoch, whole
+
+
+def test_states_of_streams_that_do_not_fit():
+    plain = ResumableStream(Stream(4), None, batch_size=1)
+    placed = ResumableStream(StatefulStream(4), None, batch_size=1)
+    with pytest.raises(ValueError, match="saved with skip=False"):
+        plain.load_state_dict(placed.state_dict())
+    with pytest.raises(ValueError, match="saved with num_workers=0"):
+        ResumableStream(StatefulStream(4), None, batch_size=1, num_workers=1).load_state_dict(placed.state_dict())
+
+
+# --- Hugging Face's datasets -------------------------------------------------------------------------------------
+
+
+def numbers_of_hugging_face(length: int) -> datasets.Dataset:
+    # With a fingerprint: without one the table is hashed by dill, which fails with some versions of pyarrow.
+    return datasets.Dataset(InMemoryTable(pyarrow.table({"x": list(range(length))})), fingerprint=f"numbers-{length}")
+
+
+@pytest.mark.parametrize(("shards", "workers"), [(4, 0), (4, 1), (4, 2), (3, 0)])
+def test_hugging_face_streams(shards, workers):
+    """By shards (4) or by examples (3); each remaining sample once after a resume, and a new epoch is whole."""
+
+    def streams_of() -> list[ResumableStream]:
+        return [
+            ResumableStream(
+                numbers_of_hugging_face(24).to_iterable_dataset(num_shards=shards).map(lambda row: {"x": row["x"]}),
+                (rank, 2),
+                batch_size=2,
+                collate_fn=listed,
+                num_workers=workers,
+            )
+            for rank in range(2)  # each from its own source: their state would be one in this process
+        ]
+
+    ranks = streams_of()
+    first = take([iter(stream) for stream in ranks], 3)
+    resumed = streams_of()
+    for stream, old in zip(resumed, ranks, strict=True):
+        stream.load_state_dict(old.state_dict())
+    rest = take([iter(stream) for stream in resumed], 99)
+    assert sorted(row["x"] for row in flat(first) + flat(rest)) == list(range(24))
+    assert sorted(row["x"] for row in flat(take([iter(stream) for stream in resumed], 99))) == list(range(24))
+
+
+def test_hugging_face_shuffle_buffer_is_exact_by_skipping():
+    def streams_of(size: int) -> list[ResumableStream]:
+        source = numbers_of_hugging_face(24).to_iterable_dataset(num_shards=2)
+        return stream_ranks(source.shuffle(seed=1, buffer_size=10), size, batch_size=4 // size, skip=True)
+
+    ranks = streams_of(2)
+    first = take([iter(stream) for stream in ranks], 3)
+    resumed = streams_of(4)
+    for stream in resumed:
+        stream.load_state_dict(ranks[0].state_dict())
+    rest = take([iter(stream) for stream in resumed], 99)
+    order = [row["x"] for row in flat(first) + flat(rest)]
+    assert sorted(order) == list(range(24)) and order != list(range(24))
+
+
+def test_hugging_face_map_style():
+    source = numbers_of_hugging_face(10)
+    parts = [split_by_data_rank(source, (rank, 2))["x"] for rank in range(2)]
+    assert sorted([*parts[0], *parts[1]]) == list(range(10))
+    batches = list(ResumableLoader(source, None, batch_size=5, shuffle=False))
+    assert [batch["x"].tolist() for batch in batches] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+
+
+# --- on meshes ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("cp", "axes", "tp"), [(2, {}, 1), (1, {"dp_replicate": 2, "dp_shard": 1}, 2), (2, {"dp_shard": 1}, 2)]
+)
+def test_peers_get_the_same_batches_and_data_ranks_each_their_own(pool: WorkerPool, cp, axes, tp):
+    results = pool.run(cases.batches_on_a_mesh, cp, axes, tp)
+    by_rank: dict[tuple[int, int], Any] = {}
+    for rank, batches, stream in results:
+        assert by_rank.setdefault(rank, (batches, stream)) == (batches, stream)
+    size = 4 // (cp * tp)
+    assert sorted(by_rank) == [(rank, size) for rank in range(size)]
+    for part in range(2):
+        assert sorted(x for found in by_rank.values() for batch in found[part] for x in batch) == list(range(16))
+
+
+def test_a_checkpoint_brings_the_place_back_on_any_mesh(pool: WorkerPool, tmp_path):
+    (tmp_path / "packages").mkdir()
+    training_cases.emit_packages(tmp_path / "packages")
+    arguments = (str(tmp_path / "packages"), str(tmp_path / "runs"))
+    results = pool.run(cases.saved_and_loaded_places, *arguments)
+    left: set[int] = set()
+    for expected, resumed, length in results:
+        assert expected == resumed and length == len(resumed)
+        left |= {sample for batch in expected for sample in batch}
+    for cp in (1, 4):
+        found = pool.run(cases.places_after_loading, *arguments, cp)
+        ranks = found if cp == 1 else found[:1]
+        samples = [sample for batches in ranks for batch in batches for sample in batch]
+        assert len(set(samples)) == len(samples) and set(samples) <= left
+        assert len(left) - len(samples) < (4 if cp == 1 else 1)
+
+
+def test_numpy_is_seeded_though_nothing_has_imported_it_yet(monkeypatch):
+    import sys
+
+    class Mesh:
+        mesh_dim_names = ()
+
+    monkeypatch.delitem(sys.modules, "numpy", raising=False)
+    seed_everything(5, Mesh())
+    first = np.random.rand()
+    seed_everything(5, Mesh())
+    assert np.random.rand() == first
