@@ -347,6 +347,35 @@ def verify(
     sys.exit(verify_command(requests, degrees, strategies, probes, as_json, markdown))
 
 
+@cli.command()
+@click.argument("checkpoint", type=click.Path(path_type=Path), metavar="CHECKPOINT")
+@click.option("--to", "directory", type=click.Path(path_type=Path), required=True, metavar="DIR", help="Where to.")
+@click.option("--step", type=int, metavar="N", help="Of a directory of checkpoints: which  [default: the latest].")
+@click.option("--dtype", metavar="D", help="float32, float16 or bfloat16  [default: as saved].")
+@click.option("--max-shard-size", default="5GB", show_default=True, metavar="S", help="Of a file: 5GB, 500MB.")
+@click.option("--config", type=click.Path(path_type=Path), metavar="FILE", help="config.json, if CHECKPOINT lacks it.")
+@click.option("--force", is_flag=True, help="Replace weights that are in DIR.")
+def export(
+    checkpoint: Path,
+    directory: Path,
+    step: int | None,
+    dtype: str | None,
+    max_shard_size: str,
+    config: Path | None,
+    force: bool,
+) -> None:
+    """Write the model of a training checkpoint as weights that plain diffusers loads. Needs no process group."""
+    from cpgen.export import DTYPES, export_command
+
+    if dtype is not None and dtype not in DTYPES:
+        raise click.UsageError(f"--dtype {dtype} is not one of {', '.join(DTYPES)}")
+    if step is not None and step < 0:
+        raise click.UsageError(f"--step {step} must not be negative; the latest is the default")
+    options = {"step": step, "dtype": dtype, "max_shard_size": max_shard_size, "config": config, "force": force}
+    for path in export_command(checkpoint, directory, **options):  # type: ignore[arg-type]
+        click.echo(path.as_posix())
+
+
 def _requests_in(out: Path, names: list[str] | None = None) -> list[Request]:
     from cpgen.diagnostics import fail
     from cpgen.disk import read_package

@@ -91,7 +91,7 @@ def write_package(package: Package, out: Path, *, force: bool) -> list[str]:
             file = staged / name
             file.parent.mkdir(parents=True, exist_ok=True)
             file.write_bytes(package.files[name].encode())
-        _swap(staged, folder)
+        swap(staged, folder)
     except OSError as error:
         raise fail("CP204", f"cannot write {folder}: {error.strerror}") from None
     finally:
@@ -148,7 +148,7 @@ def _keep_others(folder: Path, staged: Path, without: set[str]) -> None:
                 shutil.copy2(source, place / name, follow_symlinks=False)
 
 
-def _swap(staged: Path, folder: Path) -> None:
+def swap(staged: Path, folder: Path) -> None:
     """Put `staged` where `folder` is. A kill at any point leaves one of the two whole in its place."""
     if not folder.exists():
         staged.rename(folder)
