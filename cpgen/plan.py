@@ -110,6 +110,7 @@ class TensorParallel:
     optional: bool = False  # some blocks don't have it
     parts: tuple[str, ...] = ()  # of row: the column-wise layers whose outputs its input concatenates
     attributes: tuple[str, ...] = ()  # of heads: numbers of heads, or of all heads' channels
+    inputs: tuple[str, ...] = ()  # of heads: arguments that the module's column-wise layers read
     masks: tuple[str, ...] = ()  # of heads: arguments that may be masks with a dim for heads
     shared: tuple[str, ...] = ()  # of heads: arguments that every head reads, such as rotary tables
     dim: int | None = None  # of head_norm: where the heads are

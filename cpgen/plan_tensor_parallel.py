@@ -15,7 +15,7 @@ from cpgen.yamldoc import Path
 STYLES: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
     "column": ((), ()),
     "row": ((), ("parts",)),
-    "heads": (("attributes",), ("masks", "shared")),
+    "heads": (("attributes",), ("inputs", "masks", "shared")),
     "head_norm": (("dim",), ()),
     "norm_across_heads": ((), ()),
 }
@@ -77,6 +77,7 @@ class TensorParallelReader(Reader):
             optional=self._typed(entry, (*path, "optional"), bool, False),
             parts=tuple(self._texts(entry, (*path, "parts"), is_module_path, "the path of a submodule")),
             attributes=tuple(self._texts(entry, (*path, "attributes"), is_name, "a name")),
+            inputs=tuple(self._texts(entry, (*path, "inputs"), is_name, "a name")),
             masks=tuple(self._texts(entry, (*path, "masks"), is_name, "a name")),
             shared=tuple(self._texts(entry, (*path, "shared"), is_name, "a name")),
             dim=self._typed(entry, (*path, "dim"), int, None, lambda v: 0 <= v < _MAX_NDIM),

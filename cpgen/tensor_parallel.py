@@ -11,6 +11,8 @@ from cpgen.plan import Plan, TensorParallel
 TORCH_STYLES = ("ColwiseParallel", "RowwiseParallel")
 RUNTIME_STYLES = ("ConcatRowwise", "HeadNorm", "IfPresent", "LocalHeads", "NormAcrossHeads")
 
+_INDENT = " " * 12  # of the entries in the template
+
 
 def check_tensor_parallel(degree: int, plan: Plan, model: str, heads: int | None) -> None:
     """Raise CpgenError if the model can't be cut into `degree` parts. `heads` is its number of heads, where known."""
@@ -47,23 +49,33 @@ def tp_context(plan: Plan) -> dict[str, object]:
 
 
 def _code(entry: TensorParallel) -> str:
+    """The entry's style as an expression, in the form that ruff gives it in a dict of `_apply_tp`."""
     if entry.style == "row" and entry.parts:
         code = _call("ConcatRowwise", *map(json.dumps, entry.parts))
     elif entry.style == "heads":
-        arguments = {"masks": entry.masks, "shared": entry.shared}
-        named = [f"{name}={_tuple(values)}" for name, values in arguments.items() if values]
-        code = _call("LocalHeads", *map(json.dumps, entry.attributes), *named)
+        given = {"inputs": entry.inputs, "masks": entry.masks, "shared": entry.shared}
+        named = [f"{name}={_tuple(values)}" for name, values in given.items() if values]
+        attributes = map(json.dumps, entry.attributes)
+        code = _exploded("LocalHeads", *attributes, *named) if named else _call("LocalHeads", *attributes)
     elif entry.style == "head_norm":
         code = _call("HeadNorm", f"dim={entry.dim}")
     else:
         names = {"column": "ColwiseParallel", "row": "RowwiseParallel", "norm_across_heads": "NormAcrossHeads"}
         code = _call(names[entry.style])
-    return _call("IfPresent", code) if entry.optional else code
-
-
-def _tuple(values: tuple[str, ...]) -> str:
-    return f"({', '.join(map(json.dumps, values))}{',' if len(values) == 1 else ''})"
+    if not entry.optional:
+        return code
+    if "\n" in code:
+        return f"IfPresent(\n{_INDENT}    " + code.replace("\n", "\n    ") + "\n" + _INDENT + ")"
+    return _call("IfPresent", code)
 
 
 def _call(name: str, *arguments: str) -> str:
     return f"{name}({', '.join(arguments)})"
+
+
+def _exploded(name: str, *arguments: str) -> str:
+    return f"{name}(\n" + "".join(f"{_INDENT}    {argument},\n" for argument in arguments) + _INDENT + ")"
+
+
+def _tuple(values: tuple[str, ...]) -> str:
+    return f"({', '.join(map(json.dumps, values))}{',' if len(values) == 1 else ''})"

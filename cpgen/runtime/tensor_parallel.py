@@ -18,6 +18,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from .binding import Axis
+from .quiet import without_redistribution_remarks
 from .sharded_modules import LinearOfConcat, RMSNormAcrossHeads, share
 
 __all__ = ["ConcatRowwise", "HeadNorm", "IfPresent", "LocalHeads", "NormAcrossHeads", "clip_grad_norm_", "fitting"]
@@ -26,17 +27,26 @@ __all__ = ["ConcatRowwise", "HeadNorm", "IfPresent", "LocalHeads", "NormAcrossHe
 class LocalHeads(ParallelStyle):
     """For an attention module: each of `attributes`, a number of heads or of all heads' channels, becomes this rank's.
 
-    Of its forward's arguments, `masks` are cut where they are tensors (B, H, Sq, Sk) with every head, and `shared` are
-    what every head reads, such as rotary tables: their gradients are added up over the ranks, as those of masks.
+    Of its forward's arguments, `inputs` are what its column-wise layers read: they become replicated DTensors, so that
+    gradients are added up over the ranks once, not for each of these layers. `masks` are cut where they are tensors
+    (B, H, Sq, Sk) with every head, and `shared` is what all heads read, such as rotary tables: gradients of both are
+    added up, too.
     """
 
-    def __init__(self, *attributes: str, masks: tuple[str, ...] = (), shared: tuple[str, ...] = ()) -> None:
+    def __init__(
+        self,
+        *attributes: str,
+        inputs: tuple[str, ...] = (),
+        masks: tuple[str, ...] = (),
+        shared: tuple[str, ...] = (),
+    ) -> None:
         self.attributes = attributes
+        self.inputs = inputs
         self.masks = masks
         self.shared = shared
 
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
-        hook = _AttentionArguments(module, self, getattr(module, self.attributes[0]), Axis.of(device_mesh))
+        hook = _AttentionArguments(module, self, getattr(module, self.attributes[0]), device_mesh)
         for name in self.attributes:
             setattr(module, name, getattr(module, name) // device_mesh.size())
         module.register_forward_pre_hook(hook, with_kwargs=True)
@@ -157,18 +167,24 @@ def clip_grad_norm_(
 def _total_norm(parameters: list[nn.Parameter], norm_type: float) -> Tensor:
     grads = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm: Tensor = torch.nn.utils.get_total_norm(grads, norm_type)
-    return norm.full_tensor() if isinstance(norm, DTensor) else norm
+    with without_redistribution_remarks():
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
 
 class _AttentionArguments:
     """A forward pre-hook on an attention module: what its local heads meet of values that every rank has."""
 
-    def __init__(self, module: nn.Module, style: LocalHeads, heads: int, axis: Axis) -> None:
+    def __init__(self, module: nn.Module, style: LocalHeads, heads: int, mesh: DeviceMesh) -> None:
+        self._inputs = style.inputs
         self._masks = style.masks
         self._shared = style.shared
         self._heads = heads
-        self._axis = axis
+        self._mesh = mesh
+        self._axis = Axis.of(mesh)
         self._names = list(signature(module.forward).parameters)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> _AttentionArguments:
+        return self  # nothing in it changes, and a mesh can't be copied
 
     def __call__(
         self, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -182,6 +198,8 @@ class _AttentionArguments:
         return (*named, *args[len(named) :]), {name: self._prepared(name, value) for name, value in kwargs.items()}
 
     def _prepared(self, name: str, value: Any) -> Any:
+        if name in self._inputs and isinstance(value, Tensor):
+            return DTensor.from_local(value, self._mesh, [Replicate()], run_check=False)
         if name in self._masks and isinstance(value, Tensor):
             return self._cut(share(value, self._axis))
         return share(value, self._axis) if name in self._shared else value

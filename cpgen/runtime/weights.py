@@ -24,6 +24,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from .agreement import is_first_rank, on_every_rank, on_first_rank
 from .data_parallel import kept_in_fp32
+from .quiet import without_redistribution_remarks
 
 STEM = "diffusion_pytorch_model"
 SINGLE = f"{STEM}.safetensors"
@@ -269,7 +270,8 @@ def _full(tensor: torch.Tensor) -> torch.Tensor:
         # Offloaded parts are in host memory, but the mesh may communicate between devices only.
         moved = tensor.to(_device(tensor.device_mesh))
         assert isinstance(moved, DTensor)
-        tensor = moved.full_tensor()
+        with without_redistribution_remarks():
+            tensor = moved.full_tensor()
     return tensor
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -31,7 +32,7 @@ WITH_PLAN = {
 SECTION = """\
 tensor_parallel:
   blocks:
-    attn: {style: heads, attributes: [heads, inner_dim], masks: [mask], shared: [rope, ids]}
+    attn: {style: heads, attributes: [heads, inner_dim], inputs: [x], masks: [mask], shared: [rope, ids]}
     attn.to_q: column
     attn.norm_q: {style: head_norm, dim: 1, optional: true}
     attn.norm_k: norm_across_heads
@@ -58,7 +59,13 @@ def test_everything_the_section_can_say() -> None:
         vars(entry)
         for entry in (
             TensorParallel(
-                "blocks", "attn", "heads", attributes=("heads", "inner_dim"), masks=("mask",), shared=("rope", "ids")
+                "blocks",
+                "attn",
+                "heads",
+                attributes=("heads", "inner_dim"),
+                inputs=("x",),
+                masks=("mask",),
+                shared=("rope", "ids"),
             ),
             TensorParallel("blocks", "attn.to_q", "column"),
             TensorParallel("blocks", "attn.norm_q", "head_norm", optional=True, dim=1),
@@ -148,7 +155,12 @@ def _apply_tp(model: FluxTransformer2DModel, mesh: DeviceMesh) -> None:
     tp_mesh = mesh["tp"]
     for block in model.transformer_blocks:
         plan = {
-            "attn": LocalHeads("heads", masks=("attention_mask",), shared=("image_rotary_emb",)),
+            "attn": LocalHeads(
+                "heads",
+                inputs=("hidden_states", "encoder_hidden_states"),
+                masks=("attention_mask",),
+                shared=("image_rotary_emb",),
+            ),
             "attn.to_q": ColwiseParallel(),
             "attn.to_k": ColwiseParallel(),
             "attn.to_v": ColwiseParallel(),
@@ -170,7 +182,12 @@ def _apply_tp(model: FluxTransformer2DModel, mesh: DeviceMesh) -> None:
         parallelize_module(block, tp_mesh, plan, src_data_rank=None)  # every rank has the weights: none are sent
     for block in model.single_transformer_blocks:
         plan = {
-            "attn": LocalHeads("heads", masks=("attention_mask",), shared=("image_rotary_emb",)),
+            "attn": LocalHeads(
+                "heads",
+                inputs=("hidden_states",),
+                masks=("attention_mask",),
+                shared=("image_rotary_emb",),
+            ),
             "attn.to_q": ColwiseParallel(),
             "attn.to_k": ColwiseParallel(),
             "attn.to_v": ColwiseParallel(),
@@ -194,7 +211,7 @@ def test_every_entry_is_there_and_heads_are_shared_out(model: str) -> None:
     text = made.files["parallelize.py"]
     for entry in made.plan.tensor_parallel:
         assert f'            "{entry.module}": ' in tp_function(made)
-    assert tp_function(made).count("\n            ") == len(made.plan.tensor_parallel)
+    assert len(re.findall('\n {12}"', tp_function(made))) == len(made.plan.tensor_parallel)
     assert "        heads=model.config.num_attention_heads // TP_DEGREE,\n" in text
     cut, bound, wrapped = (text.index(f"    {call}(") for call in ("_apply_tp", "bind_context_parallel", "_apply_fsdp"))
     assert cut < bound < wrapped
