@@ -306,6 +306,7 @@ def plan_infer(model: str, write: Path | None) -> None:
 @click.option("--ulysses-degree", type=int, metavar="K", help="With --model and --strategy hybrid: as for emit.")
 @click.option("--outer", metavar="S", help="With --model and --strategy hybrid: as for emit.")
 @click.option("--load-balance", is_flag=True, help="With --model: as for emit.")
+@click.option("--tp", type=int, default=1, metavar="N", help="With --model: as for emit.")
 @click.option("--probe", "probes", multiple=True, metavar="NAME", help="Only these probes.")
 @click.option("--all", "everything", is_flag=True, help="Every model that has a shipped plan.")
 @click.option("--markdown", is_flag=True, help="Print a Markdown table, one row a model.")
@@ -320,6 +321,7 @@ def verify(
     ulysses_degree: int | None,
     outer: str | None,
     load_balance: bool,
+    tp: int,
     probes: tuple[str, ...],
     everything: bool,
     markdown: bool,
@@ -338,12 +340,14 @@ def verify(
     options: dict[str, Any] = {"ulysses_degree": ulysses_degree, "outer": outer, "load_balance": load_balance}
     if any(options.values()) and (not models or len(strategies) > 1):
         raise click.UsageError("--ulysses-degree, --outer and --load-balance go with --model and one --strategy")
+    if tp != 1 and not models:
+        raise click.UsageError("--tp goes with --model: a package has its own degree")
     if packages:
         requests = _requests_in(out, [_package_name(name, out) for name in packages])
     else:
         default = strategies[0] if strategies else "ulysses"
         named = shipped_plans() if everything else models
-        requests = [Request(model, degrees[0] if degrees else 2, default, plan=plan, **options) for model in named]
+        requests = [Request(model, degrees[0] if degrees else 2, default, tp=tp, plan=plan, **options) for model in named]
     sys.exit(verify_command(requests, degrees, strategies, probes, as_json, markdown))
 
 
