@@ -52,6 +52,16 @@ class LinearOfConcat(nn.Linear):
         return out if self.bias is None else out + local_part(self.bias)
 
 
+class SeparateOutputs(nn.Module):
+    """Ahead of a block's class: of a tuple that it returns, each tensor is a copy."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        out = super().forward(*args, **kwargs)
+        if not isinstance(out, tuple):
+            return out
+        return tuple(item.clone() if isinstance(item, Tensor) else item for item in out)
+
+
 def columns_of_parts(weight: Tensor, sizes: tuple[int, ...], axis: Axis) -> Tensor:
     """From this rank's run of columns (out, sum(sizes) / P) to its share of the columns of each part, in order.
 

@@ -19,9 +19,18 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 
 from .binding import Axis
 from .quiet import without_redistribution_remarks
-from .sharded_modules import LinearOfConcat, RMSNormAcrossHeads, share
+from .sharded_modules import LinearOfConcat, RMSNormAcrossHeads, SeparateOutputs, share
 
-__all__ = ["ConcatRowwise", "HeadNorm", "IfPresent", "LocalHeads", "NormAcrossHeads", "clip_grad_norm_", "fitting"]
+__all__ = [
+    "ConcatRowwise",
+    "HeadNorm",
+    "IfPresent",
+    "LocalHeads",
+    "NormAcrossHeads",
+    "clip_grad_norm_",
+    "fitting",
+    "separate_outputs",
+]
 
 
 class LocalHeads(ParallelStyle):
@@ -138,6 +147,16 @@ def fitting(
             f"axis as {source} says:\n  " + "\n  ".join(problems)
         )
     return found
+
+
+def separate_outputs(block: nn.Module) -> None:
+    """Make `block` return copies where it returns several tensors, ahead of its compilation.
+
+    torch compiles no graph with DTensor parameters of which two outputs are views of one tensor. A hook would not do:
+    it is compiled as a graph of its own.
+    """
+    own = type(block)
+    block.__class__ = type(own.__name__, (SeparateOutputs, own), {"__module__": own.__module__})
 
 
 def clip_grad_norm_(

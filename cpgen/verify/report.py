@@ -118,7 +118,8 @@ def markdown_table(results: Sequence[Result]) -> str:
     for model in sorted({result.model for result in results}):
         of_model = [result for result in results if result.model == model]
         cells = [_cell([r for r in of_model if _run(r) == run and not (r.ok and r.skipped)]) for run in runs]
-        lines.append(_row([f"`{model}`", str(len({result.probe for result in of_model})), *cells]))
+        probes = {result.probe for result in of_model if not (result.ok and result.skipped)}
+        lines.append(_row([f"`{model}`", str(len(probes)), *cells]))
     return "\n".join(lines) + "\n"
 
 

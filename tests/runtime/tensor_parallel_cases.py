@@ -7,8 +7,10 @@ import importlib
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partialmethod
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -44,12 +46,16 @@ def parallel(emitted: Emitted, probe: Probe, **options: Any) -> tuple[nn.Module,
     return reference, package.parallelize(model, mesh, **options), mesh
 
 
-def over_data_ranks(emitted: Emitted, probe: Probe, data_parallel: str) -> tuple[int, float, float, float]:
+def over_data_ranks(
+    emitted: Emitted, probe: Probe, data_parallel: str, axes: dict[str, int]
+) -> tuple[int, float, float, float]:
     """Other data on each data rank, in float64: the number of these, the error of gradients against their mean in one
     process, the norm's that `clip_grad_norm_` returns, and that of gradients once they are clipped.
     """
     with AsFloat64():
-        reference, model, mesh = parallel(emitted, probe, data_parallel=data_parallel, reduce_dtype=torch.float64)
+        reference, model, package = reference_and_model(emitted, probe)
+        mesh = package.build_mesh("cpu", **axes) if axes else mesh_for(package)
+        model = package.parallelize(model, mesh, data_parallel=data_parallel, reduce_dtype=torch.float64)
         rank, size = data_rank(mesh)
         loss_of(run(model, to_float64(build_inputs(probe, rank)))).backward()
         for seed in range(size):
@@ -89,6 +95,21 @@ def compiled(emitted: Emitted, probe: Probe) -> tuple[float, float, int]:
         dist.all_reduce(gradient)
     found = {name: gradient / dist.get_world_size() for name, gradient in found.items()}
     return float((ours - theirs).detach().abs().max()), worst(found, gradients(reference)), counter.frame_count
+
+
+def blocks_compiled(emitted: Emitted, probe: Probe) -> tuple[float, float]:
+    """Output and gradient errors under FSDP2 with every block compiled by itself."""
+    import torch._dynamo as dynamo
+
+    dynamo.reset()
+    warnings.simplefilter("ignore")
+    reference, model, package = reference_and_model(emitted, probe, torch.float32)
+    with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
+        model = package.parallelize(model, mesh_for(package), compile=True)
+    ours, theirs = run(model, inputs_of(probe, torch.float32)), run(reference, inputs_of(probe, torch.float32))
+    loss_of(ours).backward()
+    loss_of(theirs).backward()
+    return _relative(ours, theirs), worst(whole_gradients(model), gradients(reference))
 
 
 def collectives(emitted: Emitted, probe: Probe) -> list[dict[str, int]]:

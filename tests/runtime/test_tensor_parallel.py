@@ -89,16 +89,17 @@ def test_tensor_parallelism_alone_on_four_ranks(tmp_path: Path, pool: WorkerPool
 @pytest.mark.parametrize("model", MODELS)
 def test_two_data_ranks(tmp_path: Path, pool: WorkerPool, model: str, cp: int, tp: int) -> None:
     emitted = emit(tmp_path, model, cp, tp=tp)
-    for size, gradient, norm, clipped in pool.run(cases.over_data_ranks, emitted, shallow(emitted), "fsdp"):
+    for size, gradient, norm, clipped in pool.run(cases.over_data_ranks, emitted, shallow(emitted), "fsdp", {}):
         assert size == 2
         assert gradient < 1e-9
         assert norm < 1e-9
         assert clipped < 1e-9
 
 
-def test_two_data_ranks_under_ddp(tmp_path: Path, pool: WorkerPool) -> None:
+@pytest.mark.parametrize(("mode", "axes"), [("ddp", {}), ("fsdp", {"dp_replicate": 2})])
+def test_two_copies(tmp_path: Path, pool: WorkerPool, mode: str, axes: dict[str, int]) -> None:
     emitted = emit(tmp_path, FLUX, 1, tp=2)
-    for size, gradient, norm, clipped in pool.run(cases.over_data_ranks, emitted, shallow(emitted), "ddp"):
+    for size, gradient, norm, clipped in pool.run(cases.over_data_ranks, emitted, shallow(emitted), mode, axes):
         assert size == 2 and max(gradient, norm, clipped) < 1e-9
 
 
@@ -114,6 +115,13 @@ def test_one_graph(tmp_path: Path, pool: WorkerPool, model: str, cp: int) -> Non
     emitted = emit(tmp_path, model, cp, tp=2)
     for forward, gradient, graphs in pool.run(cases.compiled, emitted, shallow(emitted), world_size=2 * cp):
         assert forward < 1e-5 and gradient < 1e-5 and graphs == 1
+
+
+def test_blocks_compiled_one_by_one(tmp_path: Path, pool: WorkerPool) -> None:
+    """A single block of Flux returns two views of one tensor."""
+    emitted = emit(tmp_path, FLUX, 1, tp=2)
+    for forward, gradient in pool.run(cases.blocks_compiled, emitted, shallow(emitted), world_size=2):
+        assert forward < 1e-5 and gradient < 1e-5
 
 
 def test_collectives_of_a_block(tmp_path: Path, pool: WorkerPool) -> None:
