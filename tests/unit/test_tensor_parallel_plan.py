@@ -6,10 +6,13 @@ import ast
 import re
 import subprocess
 import sys
+from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
 import pytest
+from rich.console import Console
 
 from cpgen import resources
 from cpgen.catalog import describe
@@ -18,6 +21,8 @@ from cpgen.package import Package, Request, generate
 from cpgen.plan import TensorParallel
 from cpgen.plan_loader import load_plan
 from cpgen.source import SourceTree
+from cpgen.verify.report import describe_failure, from_json, markdown_table, render, to_json
+from cpgen.verify.run import Result
 from tests.unit.projects import REPOSITORY, plan_text
 from tests.unit.test_plan_loader import findings
 
@@ -273,3 +278,27 @@ def test_requests_that_are_refused(model: str, options: dict[str, Any], message:
 
 def test_allgather_takes_any_cp_with_tp() -> None:
     assert emitted("WanTransformer3DModel", cp=64, tp=8, strategy="allgather")
+
+
+# What verify shows
+
+
+def test_results_with_tp_and_skipped_probes() -> None:
+    ran = Result("M", "m", "one", 2, "ulysses", 1e-7, 1.0, 1e-6, True, None, 1.0, tp=2)
+    skipped = Result("M", "m", "two", 2, "ulysses", None, None, None, True, None, 0.0, tp=2, skipped="5 heads")
+    output = StringIO()
+    render([ran, skipped], Console(file=output, width=160))
+    heading, *rows = output.getvalue().splitlines()
+    assert heading.split()[:5] == ["package", "probe", "cp", "tp", "strategy"]
+    assert rows[0].split()[:5] == ["m", "one", "2", "2", "ulysses"] and " ok " in rows[0]
+    assert rows[1].split()[-2:] == ["skipped", "0.00"]
+    assert rows[2:] == ["skipped m 'two': 5 heads", "1 of 2 passed, 1 skipped (tolerance 1e-05, 1.0 s)"]
+    table = markdown_table([ran, skipped, replace(ran, tp=1)])
+    assert table.splitlines()[0] == "| model | probes | ulysses, cp 2 | ulysses, cp 2, tp 2 |"
+    assert table.splitlines()[2] == "| `M` | 1 | 1.0e-07 / 1.0e-06 | 1.0e-07 / 1.0e-06 |"
+    failed = describe_failure(replace(ran, ok=False, error="wrong"))
+    assert failed == "FAILED M (m), probe 'one', cp 2, tp 2, ulysses\n    wrong"
+    plain = StringIO()
+    render([replace(ran, tp=1)], Console(file=plain, width=160))
+    assert "tp" not in plain.getvalue()
+    assert from_json(to_json([ran, skipped])) == [ran, skipped]
