@@ -347,7 +347,9 @@ def verify(
     else:
         default = strategies[0] if strategies else "ulysses"
         named = shipped_plans() if everything else models
-        requests = [Request(model, degrees[0] if degrees else 2, default, tp=tp, plan=plan, **options) for model in named]
+        requests = [
+            Request(model, degrees[0] if degrees else 2, default, tp=tp, plan=plan, **options) for model in named
+        ]
     sys.exit(verify_command(requests, degrees, strategies, probes, as_json, markdown))
 
 

@@ -56,14 +56,18 @@ class AttentionSite:
         region = self._resolve(query, key, value)
         binding, axis = self._binding, self._binding.ulysses
         rows = [x.permute(_TO_ROWS[self._layout]) for x in in_one_dtype(query, key, value)]
-        self._heads = head_parts(rows[0].shape[2], rows[1].shape[2], axis.degree)
+        of_key, of_value = (head_parts(rows[0].shape[2], x.shape[2], axis.degree) for x in rows[1:])
+        self._heads = of_key
         self._traded = True
-        mine = self._heads[axis.rank]
+        mine = [self._heads[axis.rank], of_key[axis.rank], of_value[axis.rank]]
 
-        send = [[_heads_of(x, i, part).reshape(-1) for i, x in enumerate(rows)] for part in self._heads]
+        send = [
+            [_heads_of(x, i, part[i]).reshape(-1) for i, x in enumerate(rows)]
+            for part in zip(of_key, of_key, of_value, strict=True)
+        ]
         send_sizes = [sum(piece.numel() for piece in pieces) for pieces in send]
         parts = [self._ulysses_parts(region, s) for s in (self._streams, self._kv_streams, self._kv_streams)]
-        counts = [mine.query_size, mine.kv_size, mine.kv_size]
+        counts = [mine[0].query_size, mine[1].kv_size, mine[2].kv_size]
         shapes = [
             [
                 (_total(part[rank]), x.shape[1], count, x.shape[3])
@@ -83,14 +87,16 @@ class AttentionSite:
         for i in range(3):
             pieces = [received[rank * 3 + i].reshape(shapes[rank][i]) for rank in range(axis.degree)]
             whole.append(rank_to_model(pieces, parts[i], binding.balanced).permute(_FROM_ROWS[self._layout]))
-        if mine.kv_index is not None:
-            index = torch.tensor(mine.kv_index, device=query.device)
-            whole[1:] = [x.index_select(self._layout.index("H"), index) for x in whole[1:]]
+        for i in (1, 2):
+            if mine[i].kv_index is not None:
+                index = torch.tensor(mine[i].kv_index, device=query.device)
+                whole[i] = whole[i].index_select(self._layout.index("H"), index)
         return whole[0], whole[1], whole[2]
 
     def heads_to_seq(self, out: Tensor) -> Tensor:
         """The way back, for the attention's output: to this rank's tokens with all heads. One all-to-all."""
         region = self._resolved()
+        self._traded = False
         binding, axis = self._binding, self._binding.ulysses
         rows = out.permute(_TO_ROWS[self._layout])
         parts = self._ulysses_parts(region, self._streams)
@@ -203,6 +209,12 @@ class AttentionSite:
     ) -> Tensor:
         query, key, value = self._local(query, key, value)
         self._resolve(query, key, value)
+        heads, channels = self._layout.index("H"), query.shape[-1]
+        if key.shape[heads] != value.shape[heads] or {key.shape[-1], value.shape[-1]} != {channels}:
+            raise ValueError(
+                f"{self._binding.model_name}: ring attention needs keys and values of one number of heads and the "
+                f"query's channels, got {tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}; use ulysses"
+            )
         if is_causal:
             self._check_causal(attn_mask)
         if dropout_p or attention_kwargs or parallel_config is not None:
@@ -210,6 +222,7 @@ class AttentionSite:
             raise ValueError(f"{self._binding.model_name}: ring attention does not take {given}; use ulysses")
         del enable_gqa  # seen from the shapes
         mask = four_dims(self.mask_rows(attn_mask), self._layout, self._batch)
+        query, key, value = _of_one_batch(query, key, value)
         query, key, value, mask = as_attention_casts(query, key, value, mask)
         if self._layout == "BSHD":
             query, key, value = (x.transpose(1, 2) for x in (query, key, value))
@@ -309,6 +322,11 @@ class AttentionSite:
         """The region of this call, whose lengths the tensors must have."""
         if self._traded:  # seq_to_heads has looked already
             return self._resolved()
+        if {x.ndim for x in (query, key, value)} != {4}:
+            shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
+            raise ValueError(
+                f"{self._binding.model_name}: query, key and value need 4 dims ({self._layout}), got {shapes}"
+            )
         dim = self._layout.index("S")
         region = self._region = self._binding.region_of(self._streams, query.shape[dim])
         if not torch.compiler.is_compiling():
@@ -341,7 +359,9 @@ class AttentionSite:
         lengths = self._resolved().lengths
         keys = sum(lengths[stream] for stream in self._kv_streams)
         queries = sum(lengths[stream] for stream in self._streams)
-        check_mask(mask, queries, keys, self._layout, self._batch, self._binding.model_name)
+        # Where a rank holds one token, a size of 1 could be a local length.
+        fewest = min(sum(sizes) for sizes in zip(*map(self._resolved().part_sizes, self._kv_streams), strict=True))
+        check_mask(mask, queries, keys, fewest > 1, self._layout, self._batch, self._binding.model_name)
 
 
 class LocalAttention:
@@ -391,6 +411,12 @@ def attention_site(
     if binding is None or not when:
         return LOCAL_ATTENTION
     return AttentionSite(binding, streams, streams if kv is None else kv, layout)
+
+
+def _of_one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Attention broadcasts a batch of 1; the operators behind it do not look."""
+    batch = max(tensor.shape[0] for tensor in tensors)
+    return tuple(tensor.expand(batch, -1, -1, -1) for tensor in tensors)
 
 
 def _heads_of(rows: Tensor, index: int, part: HeadPart) -> Tensor:

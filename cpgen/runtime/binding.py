@@ -71,14 +71,6 @@ class Binding:
         """Whether there are blocks at all: a model of no layers has nothing to exchange."""
         return any(True for blocks in self._blocks for _ in blocks.children())
 
-    def drops_out(self) -> bool:
-        """Whether a dropout in the blocks is active."""
-        return any(
-            isinstance(module, torch.nn.modules.dropout._DropoutNd) and module.training and module.p > 0
-            for blocks in self._blocks
-            for module in blocks.modules()
-        )
-
     def check_attention(self) -> None:
         """Raise ValueError if a block's attention runs a processor, or is a module, without context-parallel calls."""
         if torch.compiler.is_compiling():
@@ -151,7 +143,7 @@ def bind_context_parallel(
     """
     if heads is not None and heads < ulysses_degree:
         raise ValueError(
-            f"{type(model).__name__} has {heads} attention heads: ulysses gives every rank at least one, so its degree "
+            f"{type(model).__name__} has {heads} attention heads (of each tp rank): ulysses gives every rank at least one, so its degree "
             f"is at most {heads}, not {ulysses_degree}. Emit with --strategy allgather for degrees past the number of "
             f"heads"
         )
@@ -172,7 +164,7 @@ def begin_region(model: torch.nn.Module) -> Region | LocalRegion:
     binding.check_attention()
     region = Region(binding)
     binding.region = region
-    if not torch.compiler.is_compiling() and model.training and binding.drops_out():
+    if not torch.compiler.is_compiling() and model.training:
         region.fork_rng()
     return region
 

@@ -23,11 +23,15 @@ def four_dims(mask: Tensor | None, layout: str, batch: int) -> Tensor | None:
     return mask[(None,) * (4 - mask.ndim)]
 
 
-def check_mask(mask: Any, queries: int, keys: int, layout: str, batch: int, model_name: str) -> None:
-    """Raise ValueError if `mask` is no tensor, or does not span whole sequences of so many queries and keys."""
+def check_mask(mask: Any, queries: int, keys: int, broadcasts: bool, layout: str, batch: int, model_name: str) -> None:
+    """Raise ValueError if `mask` is no tensor, or does not span whole sequences of so many queries and keys.
+
+    With `broadcasts` one column may stand for all keys.
+    """
     if not isinstance(mask, Tensor):
         raise ValueError(f"{model_name}: a mask of type {type(mask).__name__} is not supported")
-    fits = mask.shape[-1] in (1, keys) and (is_key_mask(mask, layout, batch) or mask.shape[-2] in (1, queries))
+    columns = (1, keys) if broadcasts else (keys,)
+    fits = mask.shape[-1] in columns and (is_key_mask(mask, layout, batch) or mask.shape[-2] in (1, queries))
     if not fits:
         raise ValueError(
             f"{model_name}: the attention mask has shape {tuple(mask.shape)}, but the whole sequence is {queries} "

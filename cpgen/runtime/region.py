@@ -25,16 +25,18 @@ class Region:
         self.binding = binding
         self.lengths: dict[str, int] = {}
         self._outer_rng: list[Tensor] | None = None
+        self._inner_rng: list[Tensor] = []
 
     def fork_rng(self) -> None:
         """Draw random numbers of this rank's own until the region ends (for dropout).
 
         Ranks hold unequal parts, so they draw unequally much. What follows the region, such as the next step's noise,
-        must still be the same on all of them.
+        must still be the same on all of them; and as without a region, if nothing was drawn in it.
         """
-        seed = int(torch.randint(2**62, (1,)))
         self._outer_rng = _rng_states()
+        seed = int(torch.randint(2**62, (1,)))
         torch.manual_seed(seed + self.binding.cp.rank)
+        self._inner_rng = _rng_states()
 
     def shard(
         self,
@@ -202,8 +204,11 @@ class Region:
                 f"to its own part only. Its attention is in none of the functions that the plan describes"
             )
         if self._outer_rng is not None:
+            drawn = any(not torch.equal(a, b) for a, b in zip(self._inner_rng, _rng_states(), strict=False))
             _set_rng_states(self._outer_rng)
             self._outer_rng = None
+            if drawn:
+                torch.randint(2**62, (1,))  # so that the next region draws others
 
 
 def _rng_states() -> list[Tensor]:

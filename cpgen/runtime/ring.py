@@ -16,8 +16,6 @@ from .binding import Axis
 from .kernels import attend, attend_backward, mask_gradient
 
 _ops = torch.ops._c10d_functional
-# An additive mask below this leaves nothing of the scores beside it in float32: a row of nothing else is shifted.
-_ABSORBING = -1e4
 
 Runs = list[tuple[int, int]]
 
@@ -35,15 +33,16 @@ def ring_attention(
 ) -> Tensor:
     """Attention of this rank's queries (B, H, Sq, D) to the keys and values (B, Hkv, Sk, D) of all ranks on `axis`.
 
-    `positions` holds for each rank the (start, size) runs of its tokens in the whole sequence. `mask` is None or 4-D,
+    `positions` holds for each rank the (start, size) runs of its keys in the whole sequence. `mask` is None or 4-D,
     broadcastable to (B, H, Sq, S), bool or additive; its columns are in the order of the whole sequence. `causal` goes
     by position. Sends keys and values P - 1 times, in backward once more so, and their gradients as often, in float32.
     A row whose mask hides every key by some large negative number is computed as if that number were 0.
     """
     if mask is not None and mask.dtype != torch.bool:
-        # Softmax does not see a shift of a row. Without it such a row's log-sum-exp would lose the number of keys.
+        # Softmax does not see a shift of a row. Without it the log-sum-exp of a row of large negative numbers, whose
+        # digits are all the mask's, would not hold the number of keys.
         most = mask.detach().amax(dim=-1, keepdim=True)
-        mask = mask - torch.where((most < _ABSORBING) & most.isfinite(), most, 0)
+        mask = mask - torch.where(most.isfinite(), most, 0)
     out: Tensor = _Ring.apply(query, key, value, mask, positions, axis, kernel, causal, scale)  # type: ignore[no-untyped-call]
     return out
 
@@ -74,7 +73,7 @@ class _Ring(torch.autograd.Function):
                 coming = _pass_on(block, counts, source, axis) if step + 1 < axis.degree else block
                 keys, values = _unpack(block, key, counts[source])
                 columns = None if mask is None else _columns(mask, positions[source])
-                for rows, cols, square in _pieces(positions, axis.rank, source, causal):
+                for rows, cols, square in _pieces(query.shape[2], positions, axis.rank, source, causal):
                     part, part_lse = attend(kernel, *_cut(query, keys, values, columns, rows, cols), square, scale)
                     _merge(whole, lse, part, part_lse, rows)
                 block = _ops.wait_tensor(coming) if step + 1 < axis.degree else coming
@@ -100,7 +99,7 @@ class _Ring(torch.autograd.Function):
                 keys, values = _unpack(block, key, counts[source])
                 columns = None if mask is None else _columns(mask, positions[source])
                 found = torch.zeros(2, *keys.shape, dtype=lse.dtype, device=query.device)
-                for rows, cols, square in _pieces(positions, axis.rank, source, causal):
+                for rows, cols, square in _pieces(query.shape[2], positions, axis.rank, source, causal):
                     arguments = _cut(query, keys, values, columns, rows, cols)
                     grads = attend_backward(
                         kernel,
@@ -159,9 +158,9 @@ def _pass_on(block: Tensor, counts: list[int], source: int, axis: Axis) -> Tenso
 Span = tuple[int, int]  # (start, size)
 
 
-def _pieces(positions: list[Runs], rank: int, source: int, causal: bool) -> list[tuple[Span, Span, bool]]:
-    """What of `source`'s block the queries of `rank` see: (rows, columns, whether causal within), by local index."""
-    rows, columns = (sum(size for _, size in positions[at]) for at in (rank, source))
+def _pieces(rows: int, positions: list[Runs], rank: int, source: int, causal: bool) -> list[tuple[Span, Span, bool]]:
+    """What of `source`'s block the `rows` queries of `rank` see: (rows, columns, whether causal within), local."""
+    columns = sum(size for _, size in positions[source])
     if not causal or rank == source:
         return [((0, rows), (0, columns), causal)]
     found: list[tuple[Span, Span, bool]] = []

@@ -82,6 +82,11 @@ def _site_edits(
         find("query, key and value of the call must be variables")
         return []
     query, key, value = (tensor.id for tensor in tensors)  # type: ignore[union-attr]
+    sized = _length_read(call, tensors, function)
+    if sized is not None:
+        find(f"'{ast.unparse(sized)}' in the call would be of this rank's tokens or heads, or of the exchanged ones")
+    if exchange.outer == "allgather" and not exchange.ulysses and query in (key, value):
+        find(f"'{query}' is the query as well as the key or value: gathered, it would be both")
     causal = may_be_causal(call)
     if causal and site.kv is not None:
         find("the call may be causal, but its keys are other streams than its queries")
@@ -221,6 +226,34 @@ def _may_not_run(call: ast.Call, statement: ast.stmt, function: Function) -> boo
         if isinstance(node, (ast.IfExp, ast.BoolOp)):
             return True
     return False
+
+
+def _length_read(call: ast.Call, tensors: list[ast.expr | None], function: Function) -> ast.expr | None:
+    """An expression in the call, beside query, key and value, that reads one of them or some tensor's length.
+
+    Their channels, dtype and device are the same before and after any exchange.
+    """
+    names = {tensor.id for tensor in tensors if isinstance(tensor, ast.Name)}
+    causal = argument(call, 5, "is_causal")
+    for node in ast.walk(causal) if causal is not None else ():
+        if isinstance(node, ast.Attribute) and node.attr in ("shape", "size"):
+            return node
+    for node in ast.walk(call):
+        if node in tensors or not isinstance(node, ast.Name) or node.id not in names:
+            continue
+        parent = function.parents[node]
+        harmless = isinstance(parent, ast.Attribute) and parent.attr in ("dtype", "device")
+        if not harmless and not (isinstance(parent, ast.Attribute) and _is_channels(parent, function)):
+            return node
+    return None
+
+
+def _is_channels(attribute: ast.Attribute, function: Function) -> bool:
+    """Whether it is x.shape[-1], or x.size(-1)."""
+    parent = function.parents[attribute]
+    if attribute.attr == "shape" and isinstance(parent, ast.Subscript):
+        return ast.unparse(parent.slice) == "-1"
+    return attribute.attr == "size" and isinstance(parent, ast.Call) and [ast.unparse(a) for a in parent.args] == ["-1"]
 
 
 def _later_use(function: Function, call: ast.Call, statement: ast.stmt, names: tuple[str, ...]) -> ast.Name | None:

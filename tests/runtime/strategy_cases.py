@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -183,3 +184,93 @@ def absorbed_row() -> tuple[float, float]:
     mask[..., -1, :] = -1e5
     out = site.ring_attention(_plain)(torch.zeros(1, 1, tokens, 4), torch.ones(1, 1, tokens, 4), value, attn_mask=mask)
     return float(out.min()), float(out.max())
+
+
+@dataclass(frozen=True)
+class Odd:
+    """An attention call whose tensors are not alike: BHSD, `queries` and `keys` tokens of two streams."""
+
+    queries: int
+    keys: int
+    batches: tuple[int, int, int] = (2, 2, 2)
+    heads: tuple[int, int, int] = (4, 4, 4)
+
+
+def odd_errors(odd: Odd, ulysses: int, outer: str | None) -> tuple[float, float]:
+    """Output and gradient errors in float64 of cut keys from another stream than the queries, against one process."""
+    b = binding(ulysses)
+    module = torch.nn.Identity()
+    setattr(module, ATTRIBUTE, b)
+    region = b.region = Region(b)
+    generator = torch.Generator().manual_seed(0)
+    lengths = (odd.queries, odd.keys, odd.keys)
+    whole = [
+        torch.randn(batch, heads, length, 4, generator=generator, dtype=torch.float64).requires_grad_()
+        for batch, heads, length in zip(odd.batches, odd.heads, lengths, strict=True)
+    ]
+    expected = _broadcast_attention(*whole)
+    weights = torch.randn(expected.shape, generator=generator, dtype=torch.float64)
+    theirs = torch.autograd.grad((expected * weights).sum(), whole)
+    streams = ("latent", "text", "text")
+    query, key, value = (
+        region.shard(x, "x", dim=2, ndim=4, stream=stream) for x, stream in zip(whole, streams, strict=True)
+    )
+    site = attention_site(module, "latent", kv=("text",), layout="BHSD")
+    if ulysses > 1:
+        query, key, value = site.seq_to_heads(query, key, value)
+    if outer == "allgather":
+        key, value = site.gather_kv(query, key, value)
+    out = (site.ring_attention(_broadcast_attention) if outer == "ring" else _broadcast_attention)(query, key, value)
+    if ulysses > 1:
+        out = site.heads_to_seq(out)
+    result = region.gather(out, "out", dim=2, ndim=4, stream="latent")
+    ours = list(torch.autograd.grad((result * weights).sum(), whole))
+    for gradient in ours:
+        dist.all_reduce(gradient)
+    difference = max(float((g / b.cp.degree - t).abs().max()) for g, t in zip(ours, theirs, strict=True))
+    return float((result - expected).detach().abs().max()), difference
+
+
+def _broadcast_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    heads = query.shape[1]
+    key, value = (x.repeat_interleave(heads // x.shape[1], dim=1) for x in (key, value))
+    return (query @ key.transpose(-1, -2) / 2).softmax(-1) @ value
+
+
+def refused_call(shapes: tuple[tuple[int, ...], ...], mask: tuple[int, ...] | None, method: str, tokens: int) -> str:
+    """The error that a call with tensors of these shapes gives."""
+    site, _ = site_of(tokens, 1 if method != "seq_to_heads" else dist.get_world_size())
+    tensors = [torch.ones(shape) for shape in shapes]
+    try:
+        if method == "ring_attention":
+            site.ring_attention(_plain)(*tensors, attn_mask=None if mask is None else torch.zeros(mask))
+        else:
+            getattr(site, method)(*tensors)
+            site.mask_rows(None if mask is None else torch.zeros(mask))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def draws_in_attention(emitted: Emitted, probe: Probe, drops: bool) -> tuple[float, float, float, bool]:
+    """Numbers drawn after two forwards in training, one drawn in attention by this rank, and whether the random state
+    after the forwards is that before them."""
+    _, model, package = reference_and_model(emitted, probe)
+    model = package.parallelize(model, package.build_mesh("cpu"), data_parallel="none")
+    model.train()
+    drawn: list[float] = []
+
+    def hook(*_: Any) -> None:
+        if drops:
+            drawn.append(float(torch.rand(1)))
+
+    model.blocks[0].attn1.register_forward_hook(hook)
+    torch.manual_seed(3)
+    before = torch.get_rng_state()
+    run(model, inputs_of(probe))
+    run(model, inputs_of(probe))
+    if drops:
+        assert drawn[0] != drawn[1], "both forwards drew the same"
+    same = torch.equal(before, torch.get_rng_state())
+    after = float(torch.rand(1))
+    return after, float(torch.rand(1)), drawn[0] if drops else 0.0, same

@@ -8,12 +8,24 @@ from typing import Any
 import pytest
 
 from cpgen.strategy import EXCHANGES, Exchange, resolve
-from cpgen.verify.pool import WorkerPool
+from cpgen.verify.pool import WorkerError, WorkerPool
 from cpgen.verify.run import PackageToVerify, verify
 
 from .emitted import CAUSAL, TINY, emit
 from .model_cases import compiled, interleaved
-from .strategy_cases import absorbed_row, causal_work, grouped_traffic, mesh_message, on_mesh, ring_message, ring_order
+from .strategy_cases import (
+    Odd,
+    absorbed_row,
+    causal_work,
+    draws_in_attention,
+    grouped_traffic,
+    mesh_message,
+    odd_errors,
+    on_mesh,
+    refused_call,
+    ring_message,
+    ring_order,
+)
 
 TOLERANCE = 1e-9  # float64
 
@@ -150,6 +162,68 @@ def test_few_key_heads_cost_little(
 ) -> None:
     for sent in pool.run(grouped_traffic, heads, kv_heads, ulysses, outer, world_size=4):
         assert sent == (there, back)
+
+
+# Tensors that are not alike
+
+
+@pytest.mark.parametrize(
+    ("ulysses", "outer"), [(4, None), (1, "allgather"), (1, "ring"), (2, "allgather"), (2, "ring")]
+)
+@pytest.mark.parametrize(
+    "odd",
+    [
+        Odd(9, 5),
+        Odd(5, 14),
+        Odd(9, 9, batches=(2, 1, 1)),
+        Odd(9, 6, batches=(1, 2, 2)),
+        Odd(9, 6, heads=(4, 2, 2)),
+        Odd(9, 6, heads=(4, 1, 4)),
+        Odd(9, 6, heads=(6, 6, 2)),
+    ],
+)
+def test_keys_unlike_queries(pool: WorkerPool, ulysses: int, outer: str | None, odd: Odd) -> None:
+    """Keys of another stream, of fewer heads than queries or values, or of a batch that is broadcast."""
+    if outer == "ring" and odd.heads[1] != odd.heads[2]:
+        with pytest.raises(WorkerError, match="ring attention needs keys and values of one number of heads"):
+            pool.run(odd_errors, odd, ulysses, outer, world_size=4)
+        return
+    for forward, backward in pool.run(odd_errors, odd, ulysses, outer, world_size=4):
+        assert forward <= 1e-12
+        assert backward <= 1e-12
+
+
+@pytest.mark.parametrize(
+    ("shapes", "mask", "method", "tokens", "expected"),
+    [
+        (((2, 4, 4), (2, 4, 4), (2, 4, 4)), None, "seq_to_heads", 8, "need 4 dims (BHSD)"),
+        (((1, 1, 4, 2), (1, 1, 4, 2), (1, 1, 4, 3)), None, "ring_attention", 8, "and the query's channels"),
+        # Built from local lengths where each rank has one token: not one column for all keys.
+        (((1, 1, 1, 2),) * 3, (1, 1), "ring_attention", 2, "a mask must be built from global lengths"),
+        (((1, 1, 1, 2),) * 3, (1, 1), "gather_kv", 2, "a mask must be built from global lengths"),
+    ],
+)
+def test_calls_that_are_refused(
+    pool: WorkerPool,
+    shapes: tuple[tuple[int, ...], ...],
+    mask: tuple[int, ...] | None,
+    method: str,
+    tokens: int,
+    expected: str,
+) -> None:
+    for message in pool.run(refused_call, shapes, mask, method, tokens, world_size=2):
+        assert expected in message
+
+
+def test_dropout_within_attention_leaves_the_random_state_of_peers_equal(tmp_path: Path, pool: WorkerPool) -> None:
+    """Through dropout_p of the call, of which no module knows; and nothing is drawn where nothing drops out."""
+    emitted = emit(tmp_path, TINY, 2, "allgather")
+    for drops in (True, False):
+        results = pool.run(draws_in_attention, emitted, emitted.probe(), drops, world_size=2)
+        assert results[0][:2] == results[1][:2]
+        inside = results[0][2] != results[1][2]
+        assert inside == drops
+        assert results[0][3] != drops
 
 
 # Ring attention

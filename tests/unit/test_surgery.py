@@ -694,6 +694,17 @@ def test_plan_that_does_not_fit_the_source(tmp_path: Path, forward: str, plan: d
         ),
         (CALL.replace("out = ", "out, lse = ").replace("return out", "return out, lse"), "ulysses", "'lse', which the"),
         (CALL.replace("out = ", "out, _ = "), "ring", "returns the output alone"),
+        (
+            CALL.replace("value)\n    r", "value, scale=1 / key.shape[1])\n    r"),
+            "ring",
+            "'key' in the call would be of",
+        ),
+        (CALL.replace("value)\n    r", "value, attn_mask=mask(query))\n    r"), "ulysses", "'query' in the call would"),
+        (
+            CALL.replace("fn(query, key, value", "fn(query, query, value"),
+            "allgather",
+            "is the query as well as the key",
+        ),
     ],
 )
 def test_call_that_cannot_exchange(tmp_path: Path, call: str, strategy: str, found: str) -> None:
@@ -734,6 +745,19 @@ def test_causal_call(tmp_path: Path, form: str, called: str) -> None:
     assert f"out = {called}" in text
     assert text.count("cp.seq_to_heads(") == text.count("cp.heads_to_seq(") == ("ulysses" in form)
     assert text.count("cp.gather_kv(") == ("allgather" in form)
+
+
+def test_causal_flag_from_a_length(tmp_path: Path) -> None:
+    """As many tokens as ranks: the local length is 1, and the flag would be false."""
+    call = CALL.replace("value)\n    r", "value, is_causal=attn.norm(key).shape[1] > 1)\n    r")
+    messages = findings(tmp_path, module_text(call=call), plan_text(sites="[{call: 0, kind: causal, stream: latent}]"))
+    assert any("would be of this rank's tokens" in message for message in messages)
+
+
+@pytest.mark.parametrize("scale", ["key.shape[-1] ** -0.5", "1 / query.size(-1)"])
+def test_channels_may_be_read_in_the_call(tmp_path: Path, scale: str) -> None:
+    call = CALL.replace("value)\n    r", f"value, scale={scale})\n    r")
+    assert f"scale={scale})" in operated(tmp_path, module_text(call=call), plan_text(), "ring")
 
 
 @pytest.mark.parametrize(
