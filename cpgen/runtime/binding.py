@@ -143,9 +143,9 @@ def bind_context_parallel(
     """
     if heads is not None and heads < ulysses_degree:
         raise ValueError(
-            f"{type(model).__name__} has {heads} attention heads (of each tp rank): ulysses gives every rank at least one, so its degree "
-            f"is at most {heads}, not {ulysses_degree}. Emit with --strategy allgather for degrees past the number of "
-            f"heads"
+            f"{type(model).__name__} has {heads} attention heads on each rank of its tp axis: ulysses gives every rank "
+            f"at least one, so its degree is at most {heads}, not {ulysses_degree}. Emit with --strategy allgather for "
+            f"degrees past the number of heads"
         )
     cp, outer, ulysses = (Axis.of(axis) for axis in split_cp(mesh, ulysses_degree))
     if cp.degree == 1:
