@@ -14,7 +14,7 @@ import cpgen
 
 if TYPE_CHECKING:
     from cpgen.drift import FileState
-    from cpgen.package import Request
+    from cpgen.package import Package, Request
 
 OUT = click.option(
     "--out",
@@ -125,6 +125,8 @@ def emit(
         requests = [Request(model, **given) for model in models]
     tree = SourceTree()
     packages = [generate(request, out, tree) for request in requests]
+    for item in packages:
+        _say_choices(item, out / item.name)
     report = []
     for item in packages:
         counts = _line_counts(out / item.name, item.files)
@@ -397,6 +399,32 @@ def _requests_in(out: Path, names: list[str] | None = None) -> list[Request]:
         assert manifest is not None
         requests.append(request_from_manifest(manifest, out / name))
     return requests
+
+
+def _say_choices(package: Package, folder: Path) -> None:
+    """On stderr: a hybrid that amounts to another strategy, and what differs from the package that is there."""
+    from cpgen.diagnostics import CpgenError
+    from cpgen.disk import read_package
+    from cpgen.package import request_from_manifest
+
+    strategy = package.strategy
+    if strategy.name == "hybrid" and strategy.ulysses_degree in (1, strategy.cp):
+        same = strategy.outer if strategy.ulysses_degree == 1 else "ulysses"
+        click.echo(f"note: hybrid with a Ulysses degree of {strategy.ulysses_degree} is {same}", err=True)
+    try:
+        manifest = read_package(folder).manifest if folder.is_dir() else None
+        old = None if manifest is None else request_from_manifest(manifest, folder)
+    except CpgenError:
+        return
+    for name in ("cp", "strategy", "ulysses_degree", "outer", "load_balance", "tp") if old is not None else ():
+        before, now = getattr(old, name), getattr(package.request, name)
+        if before != now:
+            option = f"--{name.replace('_', '-')}"
+            click.echo(f"note: {folder.name} is emitted with {option} {_shown(now)}, was {_shown(before)}", err=True)
+
+
+def _shown(value: object) -> str:
+    return {None: "unset", True: "on", False: "off"}[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _request_again(model: str, out: Path, given: dict[str, Any]) -> Request:

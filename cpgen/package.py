@@ -60,6 +60,7 @@ class Package:
     plan: Plan
     target: Target
     upstream: dict[str, str]  # file -> upstream's text, for those that have one
+    strategy: Strategy
 
 
 def generate(request: Request, out: Path, tree: SourceTree | None = None) -> Package:
@@ -88,7 +89,7 @@ def generate(request: Request, out: Path, tree: SourceTree | None = None) -> Pac
         files |= {f"_runtime/{file}": text for file, text in resources.runtime_files().items()}
     files[MANIFEST] = _manifest(recorded, name, target, plan, operation, files, tree)
     upstream = {file.name: file.upstream.text for file in operation.files}
-    return Package(name, files, request, plan, target, upstream)
+    return Package(name, files, request, plan, target, upstream, strategy)
 
 
 def find_plan(target: Target, path: Path | None, tree: SourceTree) -> Plan:

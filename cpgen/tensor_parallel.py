@@ -23,7 +23,7 @@ def check_tensor_parallel(degree: int, plan: Plan, model: str, heads: int | None
             "CP408",
             f"--tp {degree}: {plan.name} has no section tensor_parallel",
             note=f"it says which layers of {model} are cut column-wise and row-wise",
-            help="add one (docs/plans.md shows how), or leave --tp out",
+            help="write a plan file with one (docs/plans.md shows how) and pass --plan FILE, or leave --tp out",
         )
     if heads is not None and heads % degree:
         divisors = [n for n in range(1, heads + 1) if heads % n == 0]

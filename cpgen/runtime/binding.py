@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from .mesh import split_cp
+from .mesh import axis_size, split_cp
 from .region import LocalRegion, Region
 
 ATTRIBUTE = "_cpgen_binding"  # set on every module of a bound model
@@ -142,10 +142,11 @@ def bind_context_parallel(
     Raises ValueError if `heads` is smaller than `ulysses_degree`, or if a processor is not one of those.
     """
     if heads is not None and heads < ulysses_degree:
+        on_tp = " on each rank of the tp axis" if axis_size(mesh, "tp") > 1 else ""
         raise ValueError(
-            f"{type(model).__name__} has {heads} attention heads on each rank of its tp axis: ulysses gives every rank "
-            f"at least one, so its degree is at most {heads}, not {ulysses_degree}. Emit with --strategy allgather for "
-            f"degrees past the number of heads"
+            f"{type(model).__name__} has {heads} attention heads{on_tp}: ulysses gives every rank at least one, so its "
+            f"degree is at most {heads}, not {ulysses_degree}. Emit with a --ulysses-degree that fits, or with "
+            f"--strategy allgather or ring for degrees past the number of heads"
         )
     cp, outer, ulysses = (Axis.of(axis) for axis in split_cp(mesh, ulysses_degree))
     if cp.degree == 1:

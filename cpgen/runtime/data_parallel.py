@@ -8,6 +8,7 @@ from inspect import signature
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
@@ -32,7 +33,8 @@ def check_request(
     data_parallel: str,
     **wrap_options: Any,
 ) -> None:
-    """Raise ValueError if `parallelize` was called with what it can't do; otherwise remember the model's mesh.
+    """Raise ValueError if `parallelize` was called with what it can't do, or with weights that differ from rank to
+    rank; otherwise remember the model's mesh. Collective.
 
     `wrap_options` are options that only a wrapped model heeds; None and False mean that they were not given.
     """
@@ -59,7 +61,31 @@ def check_request(
                 f"the mesh has {axis} size {size}, but this package was emitted for {axis} degree {degree} "
                 f"({axis.upper()}_DEGREE); make the mesh with its build_mesh, or emit again with --{axis} {size}"
             )
+    for axis in ("cp" if data_parallel == "none" else "dp_cp", "tp"):
+        _check_same_weights(model, mesh, axis)
     remember_mesh(model, mesh)
+
+
+def _check_same_weights(model: torch.nn.Module, mesh: DeviceMesh, name: str) -> None:
+    """Raise ValueError on every rank of an axis if their weights differ: each would train a part of another model.
+
+    Looks at some values of each parameter, enough to tell models that were drawn at random by themselves.
+    """
+    axis = flattened(mesh, name)
+    weights = {n: p.detach() for n, p in model.named_parameters() if not p.is_meta and p.numel()}
+    if axis is None or axis.size() == 1 or not weights:
+        return
+    sums = [p.reshape(-1)[:: max(1, p.numel() // 16)].double().sum() for p in weights.values()]
+    seen = torch.stack([value.to(mesh.device_type) for value in sums]).view(torch.int64)
+    least, most = seen.clone(), seen.clone()
+    dist.all_reduce(least, dist.ReduceOp.MIN, axis.get_group())
+    dist.all_reduce(most, dist.ReduceOp.MAX, axis.get_group())
+    if not torch.equal(least, most):
+        differs = next(n for n, same in zip(weights, (least == most).tolist(), strict=True) if not same)
+        raise ValueError(
+            f"the ranks of the mesh axis {name!r} hold different weights, at {differs}: load the same on all of them, "
+            f"or build the model under one seed (torch.manual_seed) and call seed_everything after that"
+        )
 
 
 def offload_policy(cpu_offload: bool) -> OffloadPolicy:

@@ -73,6 +73,18 @@ def mesh_message(emitted: Emitted, probe: Probe, shape: tuple[int, ...], names: 
     return ""
 
 
+def message_of_weights(emitted: Emitted, probe: Probe, data_parallel: str, differ_by: int) -> str:
+    """What parallelize says where groups of `differ_by` neighbouring ranks have weights of their own."""
+    _, model, package = reference_and_model(emitted, probe)
+    with torch.no_grad():
+        next(model.parameters()).add_(dist.get_rank() // differ_by)
+    try:
+        package.parallelize(model, package.build_mesh("cpu"), data_parallel=data_parallel)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def grouped_traffic(heads: int, kv_heads: int, ulysses: int, outer: str | None) -> tuple[int, int]:
     """Bytes that this rank sends for an attention call of 8 tokens, batch 1, 2 channels, float32: there, and back."""
     site, region = site_of(8, ulysses)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from cpgen.runtime.checkpoint import save_checkpoint
 from cpgen.runtime.checkpointer import Checkpointer
 from cpgen.verify.pool import WorkerPool
 from tests.runtime import checkpointer_cases as cases
@@ -123,6 +125,18 @@ def test_a_job_outlives_a_failing_rank(pool: WorkerPool, root, tmp_path, kind, m
     """The same where nothing can be mounted: a limit on one rank's files, and a simulated refusal."""
     arguments = (root, str(tmp_path / "runs"), str(tmp_path / "elsewhere"), kind, asynchronous)
     check_survival(pool.run(cases.survived, *arguments, world_size=2), message)
+
+
+def test_a_disk_that_fills_within_a_tensor_is_named_as_such(tmp_path):
+    """torch.save's own message for it is "unexpected pos 704 vs 598"."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))
+    try:
+        with pytest.raises(ValueError, match=r"step_1 is incomplete .* File too large") as caught:
+            save_checkpoint(tmp_path, torch.nn.Linear(200, 200), step=1)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert "unexpected pos" not in str(caught.value) and not list(tmp_path.iterdir())
 
 
 def test_the_next_save_says_that_the_last_failed_and_is_written(pool: WorkerPool, root, tmp_path):

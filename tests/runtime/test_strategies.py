@@ -20,6 +20,7 @@ from .strategy_cases import (
     draws_in_attention,
     grouped_traffic,
     mesh_message,
+    message_of_weights,
     odd_errors,
     on_mesh,
     refused_call,
@@ -139,6 +140,19 @@ def test_meshes_that_do_not_fit(
     emitted = emit(tmp_path, TINY, 4, strategy)
     for message in pool.run(mesh_message, emitted, emitted.probe(), shape, names, world_size=4):
         assert expected in message
+
+
+@pytest.mark.parametrize(
+    ("data_parallel", "differ_by", "found"),
+    [("fsdp", 1, "'dp_cp'"), ("none", 1, "'cp'"), ("fsdp", 2, "'dp_cp'"), ("none", 2, ""), ("ddp", 4, "")],
+)
+def test_weights_that_differ_from_rank_to_rank(
+    tmp_path: Path, pool: WorkerPool, data_parallel: str, differ_by: int, found: str
+) -> None:
+    """Groups of `differ_by` neighbours have the same weights. Without data parallelism only cp peers must."""
+    emitted = emit(tmp_path, TINY, 2)
+    for message in pool.run(message_of_weights, emitted, emitted.probe(), data_parallel, differ_by, world_size=4):
+        assert (f"axis {found} hold different weights, at " in message) if found else message == ""
 
 
 # Keys and values of fewer heads

@@ -248,7 +248,7 @@ def test_ulysses_needs_a_head_for_each_rank(tmp_path: Path, pool: WorkerPool) ->
     probe = emitted.probe()
     probe = replace(probe, config=probe.config | {"num_attention_heads": 2})
     for found in pool.run(cases.refusal, emitted, probe, ""):
-        assert "has 1 attention heads on each rank of its tp axis" in found
+        assert "has 1 attention heads on each rank of the tp axis" in found
 
 
 @pytest.mark.parametrize(
