@@ -6,7 +6,7 @@
 
 Four processes at degree 2 make two context-parallel groups: each group works on one batch together, and FSDP2 shards
 parameters and averages gradients over all four. Every rank computes the loss from the whole output; nothing is scaled.
-The data are random latents: put your own in `batches`.
+The data are random latents: put your own dataset in the place of `Latents`.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from torch.utils.data import Dataset
 
-from cpgen.runtime.mesh import data_rank, seed_everything
+from cpgen.runtime.checkpointer import Checkpointer
+from cpgen.runtime.data import ResumableLoader
+from cpgen.runtime.mesh import seed_everything
 
 sys.path.insert(0, str(Path.cwd()))  # where `generated` is
 from generated.wan_transformer_3d import (
     WanTransformer3DModel,
     build_mesh,
-    load_checkpoint,
     parallelize,
-    save_checkpoint,
     save_pretrained,
 )
 
@@ -45,14 +46,21 @@ CONFIG = {
 }
 
 
-def batches(rank: int, start: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Latents and text from step `start` on. `rank` is the data rank: context-parallel peers see the same batch."""
-    step = start
+class Latents(Dataset[tuple[torch.Tensor, torch.Tensor]]):
+    """Latents and text."""
+
+    def __len__(self) -> int:
+        return 24
+
+    def __getitem__(self, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randn(4, 3, 6, 10, generator=generator), torch.randn(7, 16, generator=generator)
+
+
+def batches(loader: ResumableLoader) -> Iterator[list[torch.Tensor]]:
+    """Epoch after epoch, from where the loader is."""
     while True:
-        generator = torch.Generator().manual_seed(1000 * (step + 1) + rank)
-        latents = torch.randn(1, 4, 3, 6, 10, generator=generator)
-        yield latents, torch.randn(1, 7, 16, generator=generator)
-        step += 1
+        yield from loader
 
 
 def main() -> None:
@@ -72,16 +80,24 @@ def main() -> None:
     model.enable_gradient_checkpointing()
     model = parallelize(model, mesh)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    loader = ResumableLoader(Latents(), mesh, batch_size=1)  # context-parallel peers get the same batch
+    checkpointer = Checkpointer(
+        f"{options.directory}/checkpoints",
+        model,
+        optimizer,
+        every=options.save_every,
+        keep=2,
+        extra={"data": loader},
+        asynchronous=True,
+    )
     seed_everything(1, mesh)  # from here on, the same noise in a context-parallel group, other noise in another
 
-    checkpoints = f"{options.directory}/checkpoints"
-    done = load_checkpoint(checkpoints, model, optimizer) or 0
+    done = checkpointer.load() or 0
     if dist.get_rank() == 0 and done:
         print(f"resumed at step {done}", flush=True)
-    rank, _ = data_rank(mesh)
-    for step, (latents, text) in enumerate(batches(rank, done), start=done + 1):
-        if step > options.steps:
-            break
+    data = batches(loader)
+    for step in range(done + 1, options.steps + 1):
+        latents, text = next(data)
         latents, text = latents.to(device), text.to(device)
         noise = torch.randn_like(latents)
         sigma = torch.rand(latents.shape[0], device=device)
@@ -93,8 +109,8 @@ def main() -> None:
         optimizer.zero_grad()
         if dist.get_rank() == 0:
             print(f"step {step} loss {loss.item():.6f}", flush=True)
-        if step % options.save_every == 0:
-            save_checkpoint(checkpoints, model, optimizer, step=step, keep=2)
+        checkpointer.save(step)
+    checkpointer.close()
     save_pretrained(model, f"{options.directory}/exported")  # WanTransformer3DModel.from_pretrained loads it
     dist.destroy_process_group()
 
