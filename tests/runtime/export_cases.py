@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from cpgen.verify.models import build_model, load_package, randomise
+from tests.runtime.emitted import Emitted, inputs_of
 from tests.runtime.training_cases import load, tiny_loss, tiny_model, wan_loss, wan_model
 
 
@@ -24,3 +26,16 @@ def save_both(
         package.save_checkpoint(f"{directory}/checkpoints", model, optimizer, step=step)
     for size in ("5GB", "20KB"):
         package.save_pretrained(model, f"{directory}/{size}", dtype=dtype, max_shard_size=size)
+
+
+def save_both_emitted(emitted: Emitted, directory: str) -> None:
+    """The same, from a package that was emitted, after a step on its probe's inputs."""
+    package = load_package(emitted.directory, emitted.name)
+    model = build_model(getattr(package, emitted.reference.class_name), emitted.probe(), 0, torch.float32)
+    randomise(model, 0)
+    model = package.parallelize(model, package.build_mesh("cpu"))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05)
+    model(**inputs_of(emitted.probe(), torch.float32), return_dict=False)[0].square().mean().backward()
+    optimizer.step()
+    package.save_checkpoint(f"{directory}/checkpoints", model, optimizer, step=1)
+    package.save_pretrained(model, f"{directory}/expected")

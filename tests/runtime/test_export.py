@@ -14,9 +14,11 @@ from diffusers import WanTransformer3DModel
 
 import cpgen.runtime.export as runtime_export
 from cpgen.runtime.checkpoint import save_checkpoint
+from cpgen.runtime.checkpoint_content import read_metadata, storage_entries
 from cpgen.verify.pool import WorkerPool
 from tests.runtime import export_cases as cases
 from tests.runtime import training_cases
+from tests.runtime.emitted import emit
 from tests.unit.projects import run
 
 
@@ -74,6 +76,13 @@ def test_dtype_and_other_meshes(root, pool: WorkerPool, tmp_path, kind, cp, opti
     ran = run("export", str(tmp_path / "checkpoints/step_1"), "--to", str(tmp_path / "out"), *chosen)
     assert ran.exit == 0, ran.err
     assert same_files(tmp_path / "out", tmp_path / "5GB")
+
+
+def test_a_tensor_parallel_run(pool: WorkerPool, tmp_path):
+    emitted = emit(tmp_path / "packages", "WanTransformer3DModel", 2, tp=2)
+    pool.run(cases.save_both_emitted, emitted, str(tmp_path))
+    assert run("export", str(tmp_path / "checkpoints"), "--to", str(tmp_path / "out")).exit == 0
+    assert same_files(tmp_path / "out", tmp_path / "expected")
 
 
 def test_an_earlier_step(saved, tmp_path):
@@ -155,13 +164,12 @@ def copy(saved, tmp_path) -> Path:
 
 
 def damage_weights(copy: Path) -> str:
-    file = copy / "__1_0.distcp"
+    index, place = storage_entries(read_metadata(copy), "model.")[-1]
+    file = copy / place.relative_path
     content = bytearray(file.read_bytes())
-    content[content.index(b"archive/data/0") + 100] ^= 0xFF
-    for place in range(len(content) // 8, len(content), len(content) // 8):
-        content[place] ^= 0xFF
+    content[content.index(b"archive/data/0", place.offset) + 76] ^= 0xFF  # name and padding come first
     file.write_bytes(content)
-    return "__1_0.distcp is damaged at model."
+    return f"{file.name} is damaged at {index.fqn}"
 
 
 def lose_a_file(copy: Path) -> str:
