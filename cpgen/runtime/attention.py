@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from .binding import ATTRIBUTE, Binding
 from .casting import as_attention_casts, in_one_dtype
@@ -124,13 +123,10 @@ class AttentionSite:
     def gather_kv(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values of all tokens, for this rank's queries. One all-gather; backward is a reduce-scatter.
 
-        Shapes as in `seq_to_heads`; `query` is only looked at. Raises ValueError for DTensors.
+        Shapes as in `seq_to_heads`; `query` is only looked at. Of DTensors it gives the local tensors' keys and values,
+        for attention through `own_queries`.
         """
-        if any(isinstance(x, DTensor) for x in (query, key, value)):
-            raise ValueError(
-                f"{self._binding.model_name}: allgather takes local tensors (x.to_local()), since the attention call "
-                f"itself sees its query; under ulysses and ring the output follows a DTensor"
-            )
+        query, key, value = self._local(query, key, value)
         region = self._resolve(query, key, value)
         axis = self._binding.outer
         rows = [x.permute(_TO_ROWS[self._layout]) for x in in_one_dtype(key, value)]
@@ -145,13 +141,14 @@ class AttentionSite:
         ]
         return out[0], out[1]
 
-    def causal_attention(self, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def own_queries(self, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`attention`, to be called with this rank's queries and whole keys and values, after `gather_kv`.
 
         Causal attention is called for each run of neighbouring queries, with the keys up to the last of them and a
-        mask: the work of one call is the run's length times the number of those keys.
+        mask: the work of one call is the run's length times the number of those keys. The output follows a DTensor
+        query.
         """
-        return partial(self._causal_attention, attention)
+        return partial(self._own_queries, attention)
 
     def ring_attention(self, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """What takes the place of `attention`: this rank's queries see all keys and values, which travel around.
@@ -162,7 +159,7 @@ class AttentionSite:
         """
         return partial(self._ring_attention, attention)
 
-    def _causal_attention(
+    def _own_queries(
         self,
         attention: Callable[..., Tensor],
         query: Tensor,
@@ -174,8 +171,26 @@ class AttentionSite:
         *rest: Any,
         **options: Any,
     ) -> Tensor:
-        if not is_causal:
-            return attention(query, key, value, attn_mask, dropout_p, False, *rest, **options)
+        follow = None
+        if not self._traded:  # else its output goes back through heads_to_seq
+            query, follow = to_local(query, self._binding, self._layout)
+        if is_causal:
+            out = self._causal_runs(attention, query, key, value, attn_mask, dropout_p, *rest, **options)
+        else:
+            out = attention(query, key, value, attn_mask, dropout_p, False, *rest, **options)
+        return out if follow is None else follow.wrap(out)
+
+    def _causal_runs(
+        self,
+        attention: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None,
+        dropout_p: float,
+        *rest: Any,
+        **options: Any,
+    ) -> Tensor:
         self._check_causal(attn_mask)
         dim = self._layout.index("S")
         outputs = []
@@ -384,7 +399,7 @@ class LocalAttention:
     def ring_attention(self, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return attention
 
-    causal_attention = ring_attention
+    own_queries = ring_attention
 
     def whole_length(self, length: int, *streams: str) -> int:
         return length

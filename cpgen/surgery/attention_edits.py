@@ -123,7 +123,7 @@ def _site_edits(
     if exchange.outer == "ring":
         edits.append(wrap(function, call.func, f"{cp}.ring_attention(", ")", "keys and values of all tokens, in turn"))
     elif exchange.outer == "allgather" and causal:
-        edits.append(wrap(function, call.func, f"{cp}.causal_attention(", ")", "this rank's rows of the causal mask"))
+        edits.append(wrap(function, call.func, f"{cp}.own_queries(", ")", "this rank's rows of the causal mask"))
     later = _later_use(function, call, statement, rebound)
     if later is not None:
         find(f"'{later.id}' is used again at line {later.lineno}, where it would be the exchanged one")

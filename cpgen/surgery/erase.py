@@ -26,7 +26,7 @@ REGION_METHODS = {
     "local_length",
 }
 _CP = re.compile(r"cp(_\d+)?")
-WRAPPERS = {"pin", "shard", "gather", "heads_to_seq", "mask_heads", "mask_rows", "ring_attention", "causal_attention"}
+WRAPPERS = {"pin", "shard", "gather", "heads_to_seq", "mask_heads", "mask_rows", "ring_attention", "own_queries"}
 
 
 def erase(text: str) -> ast.Module:

@@ -90,7 +90,7 @@ def attention_errors(shape: Shape) -> tuple[float, float]:
     if shape.outer == "allgather":
         key, value = site.gather_kv(query, key, value)
         mask = site.mask_rows(mask)
-        attend = site.causal_attention(attend) if causal else attend
+        attend = site.own_queries(attend) if causal else attend
     elif shape.outer == "ring":
         attend = site.ring_attention(attend)
     out = attend(query, key, value, attn_mask=mask, is_causal=causal)
@@ -222,7 +222,7 @@ def dtensor_errors(arrival: Arrival) -> tuple[float, float, str]:
         query, key, value = site.seq_to_heads(query, key, value)
     if arrival.outer == "allgather":
         key, value = site.gather_kv(query, key, value)
-        attend = site.causal_attention(attend) if arrival.causal else attend
+        attend = site.own_queries(attend)
     elif arrival.outer == "ring":
         attend = site.ring_attention(attend)
     out = attend(query, key, value, is_causal=arrival.causal)

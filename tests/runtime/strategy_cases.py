@@ -162,7 +162,7 @@ def causal_work(strategy: str, tokens: int, balanced: bool) -> int:
     if strategy == "allgather":
         key, value = site.gather_kv(query, key, value)
     with Scores():
-        attend = site.ring_attention(_plain) if strategy == "ring" else site.causal_attention(_plain)
+        attend = site.ring_attention(_plain) if strategy == "ring" else site.own_queries(_plain)
         attend(query, key, value, is_causal=True)
     return Scores.count
 

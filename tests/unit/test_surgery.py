@@ -731,9 +731,9 @@ def test_harmless_uses_behind_the_call(tmp_path: Path, ending: str, strategy: st
     ("form", "called"),
     [
         ("ulysses", "dispatch_attention_fn(query, key, value, is_causal=True)"),
-        ("allgather", "cp.causal_attention(dispatch_attention_fn)(query, key, value, is_causal=True)"),
+        ("allgather", "cp.own_queries(dispatch_attention_fn)(query, key, value, is_causal=True)"),
         ("ring", "cp.ring_attention(dispatch_attention_fn)(query, key, value, is_causal=True)"),
-        ("ulysses in allgather", "cp.causal_attention(dispatch_attention_fn)(query, key, value, is_causal=True)"),
+        ("ulysses in allgather", "cp.own_queries(dispatch_attention_fn)(query, key, value, is_causal=True)"),
         ("ulysses in ring", "cp.ring_attention(dispatch_attention_fn)(query, key, value, is_causal=True)"),
     ],
 )
