@@ -115,7 +115,7 @@ def _attention(strategy: Strategy, site: AttentionSite, tensors: list[Tensor], c
         query, key, value = site.seq_to_heads(query, key, value)
     if exchange.outer == "allgather":
         key, value = site.gather_kv(query, key, value)
-        attend = site.causal_attention(attend) if causal else attend
+        attend = site.own_queries(attend) if causal else attend
     elif exchange.outer == "ring":
         attend = site.ring_attention(attend)
     out: Tensor = attend(query, key, value, is_causal=causal)
