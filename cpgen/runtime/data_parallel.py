@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed._composable.replicate_with_fsdp import replicate
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy
+from torch.distributed.tensor import DTensor
 
 from .mesh import axis_size, flattened, remember_mesh
 
@@ -72,7 +73,8 @@ def _check_same_weights(model: torch.nn.Module, mesh: DeviceMesh, name: str) -> 
     Looks at some values of each parameter, enough to tell models that were drawn at random by themselves.
     """
     axis = flattened(mesh, name)
-    weights = {n: p.detach() for n, p in model.named_parameters() if not p.is_meta and p.numel()}
+    plain = {n: p.detach() for n, p in model.named_parameters() if not isinstance(p, DTensor)}
+    weights = {n: p for n, p in plain.items() if not p.is_meta and p.numel()}
     if axis is None or axis.size() == 1 or not weights:
         return
     sums = [p.reshape(-1)[:: max(1, p.numel() // 16)].double().sum() for p in weights.values()]
