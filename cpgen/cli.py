@@ -14,7 +14,6 @@ import cpgen
 
 if TYPE_CHECKING:
     from cpgen.drift import FileState
-    from cpgen.package import Package, Request
 
 OUT = click.option(
     "--out",
@@ -92,6 +91,7 @@ def emit(
     """Write the parallel package of a model. All files or none; only what changed."""
     from cpgen.disk import write_package
     from cpgen.package import Request, generate
+    from cpgen.package_requests import request_again, requests_in, say_choices
     from cpgen.source import SourceTree
 
     if everything == bool(models):
@@ -116,17 +116,17 @@ def emit(
     if plan is not None and len(models) > 1:
         raise click.UsageError("--plan is for one model: give one --model")
     if everything:
-        requests = _requests_in(out)
+        requests = requests_in(out)
         if not requests:
             click.echo(f"no packages in {out}", err=True)
     elif cp is None:
-        requests = [_request_again(model, out, given) for model in models]
+        requests = [request_again(model, out, given) for model in models]
     else:
         requests = [Request(model, **given) for model in models]
     tree = SourceTree()
     packages = [generate(request, out, tree) for request in requests]
     for item in packages:
-        _say_choices(item, out / item.name)
+        say_choices(item, out / item.name)
     report = []
     for item in packages:
         counts = _line_counts(out / item.name, item.files)
@@ -332,6 +332,7 @@ def verify(
 ) -> None:
     """Run probes on local ranks, forward and gradients, against the unmodified class. Exits 1 on a mismatch."""
     from cpgen.package import Request
+    from cpgen.package_requests import requests_in
     from cpgen.resources import shipped_plans
     from cpgen.verify.command import verify_command
 
@@ -345,7 +346,7 @@ def verify(
     if tp != 1 and not models:
         raise click.UsageError("--tp goes with --model: a package has its own degree")
     if packages:
-        requests = _requests_in(out, [_package_name(name, out) for name in packages])
+        requests = requests_in(out, [_package_name(name, out) for name in packages])
     else:
         default = strategies[0] if strategies else "ulysses"
         named = shipped_plans() if everything else models
@@ -382,67 +383,6 @@ def export(
     options = {"step": step, "dtype": dtype, "max_shard_size": max_shard_size, "config": config, "force": force}
     for path in export_command(checkpoint, directory, **options):  # type: ignore[arg-type]
         click.echo(path.as_posix())
-
-
-def _requests_in(out: Path, names: list[str] | None = None) -> list[Request]:
-    from cpgen.diagnostics import fail
-    from cpgen.disk import read_package
-    from cpgen.drift import find_packages
-    from cpgen.package import request_from_manifest
-
-    known = find_packages(out)
-    requests = []
-    for name in known if names is None else names:
-        if name not in known:
-            raise fail("CP205", f"no package '{name}' in {out}", note=f"packages there: {', '.join(known) or 'none'}")
-        manifest = read_package(out / name).manifest
-        assert manifest is not None
-        requests.append(request_from_manifest(manifest, out / name))
-    return requests
-
-
-def _say_choices(package: Package, folder: Path) -> None:
-    """On stderr: a hybrid that amounts to another strategy, and what differs from the package that is there."""
-    from cpgen.diagnostics import CpgenError
-    from cpgen.disk import read_package
-    from cpgen.package import request_from_manifest
-
-    strategy = package.strategy
-    if strategy.name == "hybrid" and strategy.ulysses_degree in (1, strategy.cp):
-        same = strategy.outer if strategy.ulysses_degree == 1 else "ulysses"
-        click.echo(f"note: hybrid with a Ulysses degree of {strategy.ulysses_degree} is {same}", err=True)
-    try:
-        manifest = read_package(folder).manifest if folder.is_dir() else None
-        old = None if manifest is None else request_from_manifest(manifest, folder)
-    except CpgenError:
-        return
-    for name in ("cp", "strategy", "ulysses_degree", "outer", "load_balance", "tp") if old is not None else ():
-        before, now = getattr(old, name), getattr(package.request, name)
-        if before != now:
-            option = f"--{name.replace('_', '-')}"
-            click.echo(f"note: {folder.name} is emitted with {option} {_shown(now)}, was {_shown(before)}", err=True)
-
-
-def _shown(value: object) -> str:
-    return {None: "unset", True: "on", False: "off"}[value] if value is None or isinstance(value, bool) else str(value)
-
-
-def _request_again(model: str, out: Path, given: dict[str, Any]) -> Request:
-    """The request that wrote the model's package, with what is `given` in place of the old."""
-    from dataclasses import replace
-
-    from cpgen.drift import find_packages
-    from cpgen.target import snake_case
-
-    name = given.get("package") or snake_case(model.rpartition(":")[2])
-    if name not in find_packages(out):
-        raise click.UsageError(
-            f"--cp N is missing: the context-parallel degree ({out} has no package {name} to repeat)"
-        )
-    (known,) = _requests_in(out, [name])
-    if "strategy" in given:
-        known = replace(known, ulysses_degree=None, outer=None, load_balance=False)
-    return replace(known, model=model, **given)
 
 
 def _package_names(given: tuple[str, ...], everything: bool, out: Path, known: list[str]) -> list[str]:

@@ -65,7 +65,7 @@ class AttentionSite:
             for part in zip(of_key, of_key, of_value, strict=True)
         ]
         send_sizes = [sum(piece.numel() for piece in pieces) for pieces in send]
-        parts = [self._ulysses_parts(region, s) for s in (self._streams, self._kv_streams, self._kv_streams)]
+        parts = [region.ulysses_parts(s) for s in (self._streams, self._kv_streams, self._kv_streams)]
         counts = [mine[0].query_size, mine[1].kv_size, mine[2].kv_size]
         shapes = [
             [
@@ -98,7 +98,7 @@ class AttentionSite:
         self._traded = False
         binding, axis = self._binding, self._binding.ulysses
         rows = out.permute(_TO_ROWS[self._layout])
-        parts = self._ulysses_parts(region, self._streams)
+        parts = region.ulysses_parts(self._streams)
         total = sum(_total(part) for part in parts)
         mine = self._heads[axis.rank]
         if rows.shape[0] != total or rows.shape[2] != mine.query_size:
@@ -130,7 +130,7 @@ class AttentionSite:
         region = self._resolve(query, key, value)
         axis = self._binding.outer
         rows = [x.permute(_TO_ROWS[self._layout]) for x in in_one_dtype(key, value)]
-        parts = [[[size for _, size in runs] for runs in of_rank] for of_rank in self._runs(region, self._kv_streams)]
+        parts = [[[size for _, size in runs] for runs in of_rank] for of_rank in region.outer_runs(self._kv_streams)]
         packed = torch.cat([x.reshape(x.shape[0], -1) for x in rows], dim=1)
         whole = all_gather(pad_rows(packed, max(_total(part) for part in parts)), axis.degree, axis.group)
         ordered = in_order(whole, parts, self._binding.balanced)
@@ -195,7 +195,7 @@ class AttentionSite:
         dim = self._layout.index("S")
         outputs = []
         at = 0
-        for start, size in self._positions(self._streams)[self._binding.outer.rank]:
+        for start, size in self._resolved().positions(self._streams)[self._binding.outer.rank]:
             if size == 0:
                 continue
             end = start + size
@@ -246,7 +246,7 @@ class AttentionSite:
             key,
             value,
             mask,
-            self._positions(self._kv_streams),
+            self._resolved().positions(self._kv_streams),
             self._binding.outer,
             choose_kernel(_active_backend(attention) if backend is None else backend, query, mask is not None),
             is_causal,
@@ -281,7 +281,7 @@ class AttentionSite:
         self._check_mask(mask)
         if is_key_mask(mask, self._layout, self._batch) or mask.shape[-2] == 1:
             return mask
-        mine = self._positions(self._streams)[self._binding.outer.rank]
+        mine = self._resolved().positions(self._streams)[self._binding.outer.rank]
         return torch.cat([mask.narrow(-2, start, size) for start, size in mine], dim=-2)
 
     def whole_length(self, length: int, *streams: str) -> int:
@@ -295,35 +295,6 @@ class AttentionSite:
         region = self._resolved()
         assert length == sum(region.lengths[stream] for stream in streams)
         return sum(region.part_sizes(stream)[self._binding.cp.rank] for stream in streams)
-
-    def _ulysses_parts(self, region: Region, streams: tuple[str, ...]) -> list[list[list[int]]]:
-        """For each rank of this one's Ulysses group, each stream, each segment: the number of tokens."""
-        axis = self._binding.ulysses
-        first = self._binding.outer.rank * axis.degree
-        of_streams = [region.segments(stream)[first : first + axis.degree] for stream in streams]
-        return [[[size for _, size in ranks[i]] for ranks in of_streams] for i in range(axis.degree)]
-
-    def _runs(self, region: Region, streams: tuple[str, ...]) -> list[list[list[tuple[int, int]]]]:
-        """For each rank of the outer axis and each stream the (start, size) of what its Ulysses group holds."""
-        inner = self._binding.ulysses.degree
-        found = []
-        for rank in range(self._binding.outer.degree):
-            groups = [region.segments(stream)[rank * inner : (rank + 1) * inner] for stream in streams]
-            # Heads ascend with the rank, tails descend: each makes one run.
-            ends = [(group[0], group[-1]) for group in groups]
-            sizes = [[sum(of_rank[i][1] for of_rank in group) for i in range(len(group[0]))] for group in groups]
-            starts = [[first[0][0], *(start for start, _ in last[1:])] for first, last in ends]
-            found.append([list(zip(*pair, strict=True)) for pair in zip(starts, sizes, strict=True)])
-        return found
-
-    def _positions(self, streams: tuple[str, ...]) -> list[list[tuple[int, int]]]:
-        """`_runs` counted in the sequence that `streams` make one after the other."""
-        region = self._resolved()
-        offsets = [sum(region.lengths[stream] for stream in streams[:i]) for i in range(len(streams))]
-        return [
-            [(offset + start, size) for offset, runs in zip(offsets, of_rank, strict=True) for start, size in runs]
-            for of_rank in self._runs(region, streams)
-        ]
 
     def _local(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The local tensors of those that are DTensors, which the output will be if the query is."""

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .step_directory import METADATA, write_durably
-from .weights import _config_json
+from .weight_files import config_json
 
 DESCRIPTION = "model.json"  # beside DCP's files; written before they are complete
 
@@ -37,7 +37,7 @@ def describe_model(model: torch.nn.Module, tensors: Iterable[str]) -> ModelDescr
     if not hasattr(model, "to_json_string"):
         return None
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
-    return ModelDescription(_config_json(model), (kept,) if isinstance(kept, str) else tuple(kept), tuple(tensors))
+    return ModelDescription(config_json(model), (kept,) if isinstance(kept, str) else tuple(kept), tuple(tensors))
 
 
 def write_description(path: Path, description: ModelDescription | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load
 from .checkpoint_content import DESCRIPTION, ModelDescription, check_files, read_metadata, storage_entries
 from .checkpoint_writer import quiet, reason
 from .step_directory import METADATA, find_step
-from .weights import CONFIG, INDEX, SINGLE, _bytes, _shard_name, _split, _write
+from .weight_files import CONFIG, split_into_files, write_index, write_tensors
 
 _PREFIX = "model."
 
@@ -57,23 +56,18 @@ def export_weights(
     stored = _stored_tensors(checkpoint, metadata, description)
     dtypes = {name: _stored_dtype(description, name, entry.properties.dtype, dtype) for name, entry in stored.items()}
     sizes = {name: entry.size.numel() * dtypes[name].itemsize for name, entry in stored.items()}
-    shards = _split(sizes, _bytes(max_shard_size))
-    names = [SINGLE] if len(shards) == 1 else [_shard_name(index, len(shards)) for index in range(len(shards))]
+    files = split_into_files(sizes, max_shard_size)
     reader = _Tensors(checkpoint, metadata)
-    for file, keys in zip(names, shards, strict=True):
+    for file, keys in files.items():
         tensors = {}
         for key in keys:
             tensors[key] = reader.read(key, stored[key]).to(dtypes[key])
             if on_tensor is not None:
                 on_tensor(_saved_bytes(stored[key]))
-        _write(tensors, directory / file)
-    if len(shards) > 1:
-        weight_map = {key: file for file, keys in zip(names, shards, strict=True) for key in keys}
-        index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-        (directory / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
-        names.append(INDEX)
+        write_tensors(tensors, directory / file)
+    index = write_index(files, sizes, directory)
     (directory / CONFIG).write_text(description.config, encoding="utf-8")
-    return [CONFIG, *names]
+    return [CONFIG, *files, *index]
 
 
 def model_bytes(checkpoint: Path) -> int:

@@ -101,6 +101,34 @@ class Region:
         """The number of tokens of `stream` on each rank."""
         return [sum(size for _, size in of_rank) for of_rank in self.segments(stream)]
 
+    def ulysses_parts(self, streams: tuple[str, ...]) -> list[list[list[int]]]:
+        """For each rank of this one's Ulysses group, each stream, each segment: the number of tokens."""
+        axis = self.binding.ulysses
+        first = self.binding.outer.rank * axis.degree
+        of_streams = [self.segments(stream)[first : first + axis.degree] for stream in streams]
+        return [[[size for _, size in ranks[i]] for ranks in of_streams] for i in range(axis.degree)]
+
+    def outer_runs(self, streams: tuple[str, ...]) -> list[list[list[tuple[int, int]]]]:
+        """For each rank of the outer axis and each stream the (start, size) of what its Ulysses group holds."""
+        inner = self.binding.ulysses.degree
+        found = []
+        for rank in range(self.binding.outer.degree):
+            groups = [self.segments(stream)[rank * inner : (rank + 1) * inner] for stream in streams]
+            # Heads ascend with the rank, tails descend: each makes one run.
+            ends = [(group[0], group[-1]) for group in groups]
+            sizes = [[sum(of_rank[i][1] for of_rank in group) for i in range(len(group[0]))] for group in groups]
+            starts = [[first[0][0], *(start for start, _ in last[1:])] for first, last in ends]
+            found.append([list(zip(*pair, strict=True)) for pair in zip(starts, sizes, strict=True)])
+        return found
+
+    def positions(self, streams: tuple[str, ...]) -> list[list[tuple[int, int]]]:
+        """`outer_runs` counted in the sequence that `streams` make one after the other."""
+        offsets = [sum(self.lengths[stream] for stream in streams[:i]) for i in range(len(streams))]
+        return [
+            [(offset + start, size) for offset, runs in zip(offsets, of_rank, strict=True) for start, size in runs]
+            for of_rank in self.outer_runs(streams)
+        ]
+
     def _at(self, value: Any, label: str, path: tuple[str | int, ...], apply: Callable[[Any, str], Any]) -> Any:
         if not path or value is None:
             return apply(value, label)

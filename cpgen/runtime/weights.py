@@ -16,22 +16,14 @@ from typing import Any, TypeVar
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .agreement import is_first_rank, on_every_rank, on_first_rank
 from .data_parallel import kept_in_fp32
 from .quiet import without_redistribution_remarks
-
-STEM = "diffusion_pytorch_model"
-SINGLE = f"{STEM}.safetensors"
-INDEX = f"{STEM}.safetensors.index.json"
-CONFIG = "config.json"
-_SHARD = re.compile(rf"{STEM}-\d{{5}}-of-\d{{5}}\.safetensors")
-_UNITS = {"TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3}
+from .weight_files import CONFIG, INDEX, SHARD, SINGLE, config_json, split_into_files, write_index, write_tensors
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
@@ -54,8 +46,7 @@ def save_pretrained(
     state = model.state_dict()
     dtypes = {name: _stored_dtype(model, name, tensor, dtype) for name, tensor in state.items()}
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in state.items()}
-    shards = _split(sizes, _bytes(max_shard_size))
-    names = [SINGLE] if len(shards) == 1 else [_shard_name(index, len(shards)) for index in range(len(shards))]
+    files = split_into_files(sizes, max_shard_size)
 
     # Inside the directory if it is there, else beside it: either way one rename puts a file or the directory in place.
     staging = (directory if directory.is_dir() else directory.parent) / f".{directory.name}-{uuid.uuid4().hex}"
@@ -63,21 +54,18 @@ def save_pretrained(
         if is_first_rank():
             stack.callback(shutil.rmtree, staging, ignore_errors=True)
         on_first_rank(partial(_make, staging), f"{directory} can't be written")
-        for name, keys in zip(names, shards, strict=True):
+        for name, keys in files.items():
             tensors = {}
             for key in keys:
                 tensor = _full(state[key])
                 if is_first_rank():
                     tensors[key] = tensor.to("cpu", dtypes[key]).contiguous()
-            write = partial(_write, tensors, staging / name)
+            write = partial(write_tensors, tensors, staging / name)
             on_first_rank(write, f"{directory / name} can't be written")
 
         def finish() -> None:
-            (staging / CONFIG).write_text(_config_json(model), encoding="utf-8")
-            if len(shards) > 1:
-                weight_map = {key: name for name, keys in zip(names, shards, strict=True) for key in keys}
-                index = {"metadata": {"total_size": sum(sizes.values())}, "weight_map": weight_map}
-                (staging / INDEX).write_text(json.dumps(index, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+            (staging / CONFIG).write_text(config_json(model), encoding="utf-8")
+            write_index(files, sizes, staging)
             _move_into_place(staging, directory)
 
         on_first_rank(finish, f"{directory} can't be written")
@@ -288,57 +276,8 @@ def _stored_dtype(model: torch.nn.Module, name: str, tensor: torch.Tensor, dtype
     return torch.float32 if kept_in_fp32(model, name) else dtype
 
 
-def _config_json(model: torch.nn.Module) -> str:
-    """diffusers' config.json. `fully_shard` made the model's class a subclass of its own class, with another name."""
-    own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
-    config = json.loads(model.to_json_string())  # type: ignore[operator]
-    config["_class_name"] = own.__name__
-    return json.dumps(config, indent=2, sort_keys=True) + "\n"
-
-
-def _bytes(size: int | str) -> int:
-    if isinstance(size, str):
-        match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*(TB|GB|MB|KB)\s*", size, re.IGNORECASE)
-        if match is None:
-            raise ValueError(
-                f"max_shard_size={size!r} is not a number of bytes or a text such as '5GB' (TB, GB, MB, KB)"
-            )
-        size = int(float(match[1]) * _UNITS[match[2].upper()])
-    if size <= 0:
-        raise ValueError(f"max_shard_size={size} is not a positive number of bytes")
-    return size
-
-
-def _split(sizes: dict[str, int], limit: int) -> list[list[str]]:
-    """Names in files of at most `limit` bytes, filled in order; a larger tensor gets its own. As diffusers splits."""
-    shards: list[list[str]] = []
-    current: list[str] = []
-    filled = 0
-    for name, size in sizes.items():
-        if size > limit:
-            shards.append([name])
-            continue
-        if filled + size > limit:
-            shards.append(current)
-            current, filled = [], 0
-        current.append(name)
-        filled += size
-    return [*shards, current] if current else shards
-
-
-def _shard_name(index: int, count: int) -> str:
-    return f"{STEM}-{index + 1:05d}-of-{count:05d}.safetensors"
-
-
 def _make(directory: Path) -> None:
     directory.mkdir(parents=True)
-
-
-def _write(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    try:
-        save_file(tensors, path, metadata={"format": "pt"})
-    except SafetensorError as error:  # it wraps the system's errors
-        raise OSError(str(error)) from error
 
 
 def _move_into_place(staging: Path, directory: Path) -> None:
@@ -350,7 +289,7 @@ def _move_into_place(staging: Path, directory: Path) -> None:
     for name in (INDEX, SINGLE):
         (directory / name).unlink(missing_ok=True)
     for path in directory.iterdir():
-        if _SHARD.fullmatch(path.name):
+        if SHARD.fullmatch(path.name):
             path.unlink()
     for path in sorted(staging.iterdir(), key=lambda path: (path.name in (INDEX, SINGLE), path.name)):
         path.replace(directory / path.name)

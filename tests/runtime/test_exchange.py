@@ -79,19 +79,26 @@ def test_heads_that_the_degree_does_not_divide(
         assert backward <= EXACT
 
 
+# Axes and placements of the query, and what the output is. Four ranks are all of tp 2 x cp 2, or of cp 4.
+OVER_CP: tuple[tuple[str, ...], tuple[Placement, ...], str] = (("cp",), (Shard(1),), "('cp',) (Shard(dim=1),)")
+OVER_TP: list[tuple[tuple[str, ...], tuple[Placement, ...], str]] = [
+    (("tp",), (Shard(2),), "('tp',) (Shard(dim=2),)"),
+    (("cp", "tp"), (Shard(1), Shard(2)), "('tp',) (Shard(dim=2),)"),
+    (("cp", "tp"), (Shard(1), Shard(1)), "('tp',) (Shard(dim=1),)"),
+    (("cp", "tp"), (Shard(1), Replicate()), "('tp',) (Replicate(),)"),
+]
+
+
 @pytest.mark.parametrize(
-    ("axes", "placements", "kind"),
+    ("axes", "placements", "kind", "cp", "ulysses", "outer"),
     [
-        (("cp",), (Shard(1),), "('cp',) (Shard(dim=1),)"),
-        (("tp",), (Shard(2),), "('tp',) (Shard(dim=2),)"),
-        (("cp", "tp"), (Shard(1), Shard(2)), "('tp',) (Shard(dim=2),)"),
-        (("cp", "tp"), (Shard(1), Shard(1)), "('tp',) (Shard(dim=1),)"),
-        (("cp", "tp"), (Shard(1), Replicate()), "('tp',) (Replicate(),)"),
+        *(
+            (*query, 2, ulysses, outer)
+            for query in (OVER_CP, *OVER_TP)
+            for ulysses, outer in ((2, None), (1, "ring"), (1, "allgather"))
+        ),
+        *((*OVER_CP, 4, 2, outer) for outer in ("ring", "allgather")),
     ],
-)
-@pytest.mark.parametrize(
-    ("cp", "ulysses", "outer"),
-    [(2, 2, None), (2, 1, "ring"), (2, 1, "allgather"), (4, 2, "ring"), (4, 2, "allgather")],
 )
 @pytest.mark.parametrize("causal", [False, True])
 def test_output_follows_a_dtensor_query(
@@ -105,8 +112,6 @@ def test_output_follows_a_dtensor_query(
     causal: bool,
 ) -> None:
     """Cut over cp alone, over a foreign axis (tp) alone, and over both, also where both cut the same dim."""
-    if cp == 4 and "tp" in axes:
-        pytest.skip("four ranks")
     arrival = Arrival(axes, placements, cp, ulysses, outer, causal)
     for forward, backward, found in pool.run(dtensor_errors, arrival, world_size=4):
         assert forward <= EXACT

@@ -140,7 +140,7 @@ def test_a_failure_leaves_what_was_there(saved, tmp_path, monkeypatch, failing):
         raise OSError(28, "No space left on device")
 
     if failing == "write":
-        monkeypatch.setattr(runtime_export, "_write", full)
+        monkeypatch.setattr(runtime_export, "write_tensors", full)
     else:
         monkeypatch.setattr("cpgen.export.swap", full)
     ran = run("export", str(saved / "checkpoints"), "--to", str(tmp_path / "out"), "--force")
@@ -152,7 +152,7 @@ def test_interrupted(saved, tmp_path, monkeypatch):
     def interrupt(*arguments):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(runtime_export, "_write", interrupt)
+    monkeypatch.setattr(runtime_export, "write_tensors", interrupt)
     ran = run("export", str(saved / "checkpoints"), "--to", str(tmp_path / "out"))
     assert ran.exit == 130 and names(tmp_path) == []
 
