@@ -43,13 +43,14 @@ def export_command(
         raise fail("CP304", "export reads the checkpoint with torch, which is not installed", help="pip install torch")
     import torch
 
-    from cpgen.runtime.export import export_weights, find_checkpoint, model_bytes
+    from cpgen.runtime.checkpoint_weights import CheckpointWeights, find_checkpoint
+    from cpgen.runtime.export import export_weights
 
     _check_place(directory, force)
     try:
         source = find_checkpoint(checkpoint, -1 if step is None else step)
         description = _description(source, config, dtype)
-        total = model_bytes(source)
+        weights = CheckpointWeights(source)
     except ValueError as error:
         raise _failure(error) from None
     staged: Path | None = None
@@ -58,10 +59,13 @@ def export_command(
         staged = Path(tempfile.mkdtemp(prefix=f".{directory.name}.", dir=directory.parent))
         staged.chmod(0o755)
         with click.progressbar(
-            length=total, label="exporting", file=sys.stderr, hidden=not sys.stderr.isatty()
+            length=sum(map(weights.saved_bytes, weights.tensors)),
+            label="exporting",
+            file=sys.stderr,
+            hidden=not sys.stderr.isatty(),
         ) as progress:
             names = export_weights(
-                source,
+                weights,
                 staged,
                 description,
                 dtype=None if dtype is None else getattr(torch, dtype),

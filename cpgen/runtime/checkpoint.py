@@ -29,7 +29,14 @@ from torch.utils._pytree import tree_leaves
 
 from . import random_state
 from .agreement import control_group, gather, on_every_rank, on_first_rank
-from .checkpoint_content import check_files, describe_model, read_metadata, storage_entries, write_description
+from .checkpoint_content import (
+    check_files,
+    describe_model,
+    rank_share,
+    read_metadata,
+    storage_entries,
+    write_description,
+)
 from .checkpoint_writer import AsyncSave, quiet, reason, write, write_in_background
 from .mesh import data_rank, mesh_of
 from .random_state import from_bytes, to_bytes
@@ -116,7 +123,7 @@ def load_checkpoint(
     rank, size = _data_rank(model)
     try:
         on_every_rank(lambda: _check_content(path, metadata, target, extra, size))
-        on_every_rank(lambda: check_files(path, _share(storage_entries(metadata))))
+        on_every_rank(lambda: check_files(path, rank_share(storage_entries(metadata))))
     except ValueError:
         if optimizer is not None and untouched:
             optimizer.state.clear()  # asking for the optimizer's layout filled it
@@ -224,12 +231,6 @@ def _check_content(
             )
     if problems:
         raise ValueError(f"{path} does not fit what it is loaded into:\n  " + "\n  ".join(sorted(problems)))
-
-
-def _share(entries: list[Any]) -> list[Any]:
-    """This rank's share of the work."""
-    group = control_group()
-    return entries if group is None else entries[dist.get_rank(group) :: dist.get_world_size(group)]
 
 
 def _extra_kinds(name: str, metadata: Metadata) -> set[str]:

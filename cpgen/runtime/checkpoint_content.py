@@ -8,14 +8,18 @@ import zipfile
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
+from .agreement import control_group
 from .step_directory import METADATA, write_durably
 from .weight_files import config_json
+
+ItemT = TypeVar("ItemT")
 
 DESCRIPTION = "model.json"  # beside DCP's files; written before they are complete
 
@@ -83,6 +87,12 @@ def storage_entries(metadata: Metadata, prefix: str = "") -> list[tuple[Any, Any
     """(index, place) of all that is stored under names that begin with `prefix`, file by file."""
     entries = [item for item in metadata.storage_data.items() if item[0].fqn.startswith(prefix)]
     return sorted(entries, key=lambda item: (item[1].relative_path, item[1].offset))
+
+
+def rank_share(items: Sequence[ItemT]) -> Sequence[ItemT]:
+    """What this rank checks of `items`: together the ranks check all."""
+    group = control_group()
+    return items if group is None else items[dist.get_rank(group) :: dist.get_world_size(group)]
 
 
 def check_files(path: Path, entries: Sequence[tuple[Any, Any]]) -> None:

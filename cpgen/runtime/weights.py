@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import re
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
@@ -24,6 +21,7 @@ from .agreement import is_first_rank, on_every_rank, on_first_rank
 from .data_parallel import kept_in_fp32
 from .quiet import without_redistribution_remarks
 from .weight_files import CONFIG, INDEX, SHARD, SINGLE, config_json, split_into_files, write_index, write_tensors
+from .weight_sources import SavedModel, WeightSource, open_source
 
 ModelT = TypeVar("ModelT", bound=torch.nn.Module)
 
@@ -38,8 +36,9 @@ def save_pretrained(
     """Write `model` as diffusers' own save_pretrained does. Collective: rank 0 writes, the others send it their parts.
 
     Tensors are gathered one by one, and rank 0 holds one shard file's worth of them. `dtype` casts floating-point
-    tensors, but for those that the class keeps in fp32. The files are staged and moved into place, the one that a
-    loader looks for last, so a crash leaves no set that loads but is half written.
+    tensors, but for those that the class keeps in fp32. A parameter of several names is written under each, since
+    diffusers looks for each. The files are staged and moved into place, the one that a loader looks for last, so a
+    crash leaves no set that loads but is half written.
     Raises ValueError on every rank if `directory` can't be written.
     """
     directory = Path(directory)
@@ -55,11 +54,11 @@ def save_pretrained(
             stack.callback(shutil.rmtree, staging, ignore_errors=True)
         on_first_rank(partial(_make, staging), f"{directory} can't be written")
         for name, keys in files.items():
-            tensors = {}
+            tensors: dict[str, torch.Tensor] = {}
             for key in keys:
                 tensor = _full(state[key])
                 if is_first_rank():
-                    tensors[key] = tensor.to("cpu", dtypes[key]).contiguous()
+                    tensors[key] = _apart(tensor.to("cpu", dtypes[key]).contiguous(), tensors)
             write = partial(write_tensors, tensors, staging / name)
             on_first_rank(write, f"{directory / name} can't be written")
 
@@ -80,31 +79,25 @@ def load_pretrained(
     dtype: torch.dtype | None = None,
     **options: Any,
 ) -> ModelT:
-    """Build `model_class` from a local diffusers directory, wrapped by `parallelize(model, mesh, **options)`.
+    """Build `model_class` from a local directory, wrapped by `parallelize(model, mesh, **options)`. Collective.
 
-    No rank holds the whole model: parameters are built without storage, and each rank then reads its slices of the
-    safetensors files. `dtype` is what parameters are stored in, but for those that the class keeps in fp32; None is
-    what the class builds. The model is in eval mode, as after from_pretrained.
-    Raises ValueError on every rank if keys are missing, unexpected or of another shape (all are listed), or if a file
-    is missing or damaged. Pickled weights (.bin) are never read.
+    `directory` is one of diffusers (safetensors and config.json) or a checkpoint of save_checkpoint: a run's directory,
+    of which the latest complete step counts, or one step's. Of a checkpoint only the model is read.
+    No rank holds the whole model: parameters are built without storage, and each rank then reads its parts. `dtype` is
+    what parameters are stored in, but for those that the class keeps in fp32; None is what the class builds. Names
+    that are one parameter in the class stay one; the files may hold it under each of the names, or under one.
+    The model is in eval mode, as after from_pretrained.
+    Raises ValueError on every rank if keys are missing, unexpected or of another shape (all are listed), if a file is
+    missing or damaged, or a checkpoint holds another class. Pickled weights (.bin) are never read.
     """
-    directory = Path(directory)
-    files = on_every_rank(partial(_key_files, directory))
-    model = on_every_rank(partial(_build_on_meta, model_class, directory))
+    source = open_source(Path(directory))
+    model = on_every_rank(partial(_build_on_meta, model_class, source))
     _cast_parameters(model, dtype)
-    on_every_rank(partial(_check_keys, model, files, directory))
+    stored = on_every_rank(partial(_stored_names, model, source))
     model = parallelize(model, mesh, **options)
     device = torch.device("cpu") if options.get("cpu_offload") else _device(mesh)
-
-    def read() -> dict[str, torch.Tensor]:
-        # Persistent buffers are cast too, as diffusers does; parameters have their dtype already.
-        return {
-            name: _read(files[name], name, target, _stored_dtype(model, name, target, dtype), device)
-            for name, target in model.state_dict().items()
-        }
-
-    state = on_every_rank(read)
-    model.load_state_dict(state, strict=True, assign=True)
+    _allocate(model, dtype, device)
+    on_every_rank(partial(_read, model, source, stored))
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -113,62 +106,44 @@ def load_pretrained(
     return model.eval()
 
 
-@dataclass(frozen=True)
-class _Stored:
-    """A tensor in a safetensors file."""
-
-    path: Path
-    shape: tuple[int, ...]
-
-
-def _key_files(directory: Path) -> dict[str, _Stored]:
-    """Every tensor of the safetensors set in `directory`. Reads headers only; raises ValueError naming the file."""
-    if not directory.is_dir():
-        raise ValueError(f"{directory} is not a directory; load_pretrained reads a local one (download it first)")
-    expected: dict[str, list[str]] = {}
-    if (directory / INDEX).exists():
-        for key, name in _read_index(directory / INDEX).items():
-            expected.setdefault(name, []).append(key)
-    elif (directory / SINGLE).exists():
-        expected[SINGLE] = []
-    else:
-        pickled = sorted(path.name for path in directory.glob("*.bin"))
-        note = f"; {', '.join(pickled)} is pickled, which is never read: convert it to safetensors" if pickled else ""
-        raise ValueError(f"{directory} has neither {SINGLE} nor {INDEX}{note}")
-    stored: dict[str, _Stored] = {}
-    for name, keys in expected.items():
-        path = directory / name
-        with _reading(path), safe_open(path, framework="pt") as file:
-            for key in file.keys():  # noqa: SIM118 - it is not a mapping
-                stored[key] = _Stored(path, tuple(file.get_slice(key).get_shape()))
-        absent = [key for key in keys if key not in stored or stored[key].path != path]
-        if absent:
-            raise ValueError(f"{path} lacks {', '.join(absent)}, which {INDEX} says it holds")
-    return stored
-
-
-def _read_index(path: Path) -> dict[str, str]:
-    try:
-        weight_map = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
-        named = all(Path(name).name == name and name.endswith(".safetensors") for name in weight_map.values())
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"{path} is not an index of safetensors files: {error}") from error
-    if not named:
-        raise ValueError(f"{path} names files that are not safetensors files in {path.parent}")
-    return dict(weight_map)
-
-
-def _build_on_meta(model_class: type[ModelT], directory: Path) -> ModelT:
-    path = directory / CONFIG
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ValueError(f"{path} can't be read: {error}") from error
-    if not isinstance(config, dict):
-        raise ValueError(f"{path} is not a diffusers config: it holds a {type(config).__name__}")
+def _build_on_meta(model_class: type[ModelT], source: WeightSource) -> ModelT:
+    saved_class = source.config.get("_class_name", model_class.__name__)
+    if isinstance(source, SavedModel) and saved_class != model_class.__name__:
+        raise ValueError(f"{source.path} is a checkpoint of {saved_class}, not of {model_class.__name__}")
     with _parameters_on_meta():
-        model: ModelT = model_class.from_config(config)  # type: ignore[attr-defined]
+        model: ModelT = model_class.from_config(source.config)  # type: ignore[attr-defined]
     return model
+
+
+def _stored_names(model: torch.nn.Module, source: WeightSource) -> dict[str, list[str]]:
+    """What each name of the model's state is called in the files: by several names if the class has it under several.
+
+    Raises one ValueError with all keys that are missing, unexpected, or of another shape.
+    """
+    shapes = source.shapes
+    names: dict[torch.Tensor, list[str]] = {}
+    state = model.state_dict(keep_vars=True)
+    for name, tensor in state.items():
+        names.setdefault(tensor, []).append(name)
+    present = {tensor: [name for name in shared if name in shapes] for tensor, shared in names.items()}
+    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
+    problems = [f"missing: {' or '.join(names[tensor])}" for tensor, found in present.items() if not found]
+    problems += [
+        f"unexpected: {name}"
+        for name in shapes.keys() - state.keys()
+        if not any(re.search(pattern, name) for pattern in ignored)
+    ]
+    problems += [
+        f"shape of {name}: {list(shapes[name])} in {source.file_of(name)}, {list(tensor.shape)} in the model"
+        for name, tensor in state.items()
+        if name in shapes and shapes[name] != tuple(tensor.shape)
+    ]
+    if problems:
+        raise ValueError(
+            f"{source.path} does not hold the weights of {type(model).__name__} as {source.described_by.name} "
+            f"describes it:\n  " + "\n  ".join(sorted(problems))
+        )
+    return {name: present[tensor] for name, tensor in state.items()}
 
 
 @contextlib.contextmanager
@@ -196,44 +171,37 @@ def _cast_parameters(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
         parameter.data = parameter.data.to(_stored_dtype(model, name, parameter, dtype))
 
 
-def _check_keys(model: torch.nn.Module, files: dict[str, _Stored], directory: Path) -> None:
-    wanted = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    problems = [f"missing: {name}" for name in wanted.keys() - files.keys()]
-    problems += [
-        f"unexpected: {name}"
-        for name in files.keys() - wanted.keys()
-        if not any(re.search(pattern, name) for pattern in ignored)
-    ]
-    problems += [
-        f"shape of {name}: {list(files[name].shape)} in {files[name].path.name}, {list(shape)} in the model"
-        for name, shape in wanted.items()
-        if name in files and files[name].shape != shape
-    ]
-    if problems:
-        raise ValueError(
-            f"{directory} does not hold the weights of {type(model).__name__} as {CONFIG} describes it:\n  "
-            + "\n  ".join(sorted(problems))
-        )
+def _allocate(model: torch.nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
+    """Give the parameters and persistent buffers of the wrapped `model` memory for this rank's parts."""
+    made: dict[torch.Tensor, torch.Tensor] = {}
+    for name, target in model.state_dict(keep_vars=True).items():
+        if target not in made:
+            # Persistent buffers are cast too, as diffusers does; parameters have their dtype already.
+            empty = _empty_like(target, _stored_dtype(model, name, target, dtype), device)
+            is_parameter = isinstance(target, torch.nn.Parameter)
+            made[target] = torch.nn.Parameter(empty, target.requires_grad) if is_parameter else empty
+        module, _, key = name.rpartition(".")
+        model.get_submodule(module).load_state_dict({key: made[target]}, strict=False, assign=True)
 
 
-def _read(stored: _Stored, name: str, target: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """This rank's part of the tensor `name`, shaped and placed as `target`."""
-    shape: tuple[int, ...] = tuple(target.shape)
-    offset: tuple[int, ...] = (0,) * len(shape)
-    if isinstance(target, DTensor):
-        shape, offset = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    if 0 in shape:
-        local = torch.empty(shape, dtype=dtype, device=device)
-    else:
-        with _reading(stored.path, name), safe_open(stored.path, framework="pt") as file:
-            part = tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
-            # A scalar has no slices to take.
-            local = (file.get_slice(name)[part] if part else file.get_tensor(name)).to(device, dtype)
+def _read(model: torch.nn.Module, source: WeightSource, stored: dict[str, list[str]]) -> None:
+    """Fill what `_allocate` made. In place: FSDP has padded parts of uneven size in memory of its own."""
+    for name, tensor in model.state_dict().items():
+        first, *others = stored[name]
+        source.read(first, tensor)
+        for other in others:
+            same = torch.empty_like(tensor)
+            source.read(other, same)
+            if not torch.equal(_local(tensor), _local(same)):
+                raise ValueError(f"{first} and {other} are one parameter in the class, but two in {source.path}")
+
+
+def _empty_like(target: torch.Tensor, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     if not isinstance(target, DTensor):
-        return local
+        return torch.empty(target.shape, dtype=dtype, device=device)
+    shape, _ = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     return DTensor.from_local(
-        local.contiguous(),
+        torch.empty(shape, dtype=dtype, device=device),
         target.device_mesh,
         target.placements,
         run_check=False,
@@ -242,13 +210,15 @@ def _read(stored: _Stored, name: str, target: torch.Tensor, dtype: torch.dtype, 
     )
 
 
-@contextlib.contextmanager
-def _reading(path: Path, key: str | None = None) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, SafetensorError, RuntimeError) as error:
-        what = f"{key} of {path}" if key else str(path)
-        raise ValueError(f"{what} can't be read; is it a whole safetensors file? {error}") from error
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def _apart(tensor: torch.Tensor, others: dict[str, torch.Tensor]) -> torch.Tensor:
+    """`tensor`, or a copy if one of `others` is the same memory: safetensors has no tensors of two names."""
+    address = tensor.untyped_storage().data_ptr()
+    shared = any(other.untyped_storage().data_ptr() == address for other in others.values())
+    return tensor.clone() if shared else tensor
 
 
 def _full(tensor: torch.Tensor) -> torch.Tensor:

@@ -95,7 +95,7 @@ def test_an_earlier_step(saved, tmp_path):
 def test_no_more_than_a_file_is_in_memory(saved, tmp_path, monkeypatch):
     alive: list[weakref.ref[torch.Tensor]] = []
     most = 0
-    read = runtime_export._Tensors.read
+    read = runtime_export._read
 
     def watched(*arguments):
         nonlocal most
@@ -104,7 +104,7 @@ def test_no_more_than_a_file_is_in_memory(saved, tmp_path, monkeypatch):
         most = max(most, sum(one.nbytes for one in (ref() for ref in alive) if one is not None))
         return tensor
 
-    monkeypatch.setattr(runtime_export._Tensors, "read", watched)
+    monkeypatch.setattr(runtime_export, "_read", watched)
     assert (
         run("export", str(saved / "checkpoints"), "--to", str(tmp_path / "out"), "--max-shard-size", "20KB").exit == 0
     )

@@ -6,7 +6,7 @@ import torch
 from diffusers import WanTransformer3DModel
 from safetensors.torch import load_file, save_file
 
-from cpgen.runtime.weights import INDEX, SINGLE
+from cpgen.runtime.weight_files import INDEX, SINGLE
 from cpgen.verify.pool import WorkerPool
 from tests.runtime import training_cases as cases
 
