@@ -39,7 +39,7 @@ def build_mesh(
     are kept. `mesh["dp"]`, `mesh["dp_cp"]` and `mesh["dp_shard_cp"]` are flattened axes. `dp_shard=-1` takes the ranks
     that the other axes leave; `device_type=None` is cuda if there is one, else cpu.
 
-    Raises ValueError without a process group, or if the axes' product is not the world size.
+    Raises ValueError without a process group, if the axes' product is not the world size, or for a size that can't be.
     """
     if not (dist.is_available() and dist.is_initialized()):
         raise ValueError(
@@ -50,6 +50,8 @@ def build_mesh(
         {"pp": pp, "dp_replicate": dp_replicate, "dp_shard": dp_shard, "cp": cp, "tp": tp}, dist.get_world_size()
     )
     if ulysses is not None:
+        if not _is_whole(ulysses) or ulysses < 1 or cp % ulysses:
+            raise ValueError(f"the Ulysses degree is {ulysses!r}; it must be a whole number that divides cp size {cp}")
         at = list(sizes).index("cp")
         split = {"cp_outer": cp // ulysses, "cp_ulysses": ulysses}
         sizes = dict([*list(sizes.items())[:at], *split.items(), *list(sizes.items())[at + 1 :]])
@@ -120,6 +122,7 @@ def replicate_mesh(mesh: DeviceMesh) -> DeviceMesh:
 
 
 def _required(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    _refuse_other_axes(mesh)
     found = flattened(mesh, name)
     if found is None:
         raise ValueError(f"the mesh has none of the axes {', '.join(_FLATTENED[name])}: it has {mesh.mesh_dim_names}")
@@ -127,7 +130,11 @@ def _required(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 
 def data_rank(mesh: DeviceMesh) -> tuple[int, int]:
-    """(rank, size) to split data by: over dp_replicate and dp_shard. CP, TP and PP peers get the same rank."""
+    """(rank, size) to split data by: over dp_replicate and dp_shard. CP, TP and PP peers get the same rank.
+
+    Raises ValueError if `mesh` has an axis of another name.
+    """
+    _refuse_other_axes(mesh)
     dp = flattened(mesh, "dp")
     return (0, 1) if dp is None else (dp.get_local_rank(), dp.size())
 
@@ -136,8 +143,11 @@ def seed_everything(seed: int, mesh: DeviceMesh) -> int:
     """Seed Python's random, torch and (if installed) numpy; returns the seed that this rank got.
 
     CP, TP and PP peers get the same seed, so that they draw the same noise and timesteps; data ranks get different
-    ones, and no two (seed, data rank) pairs of one layout coincide.
+    ones, and no two (seed, data rank) pairs of one layout coincide. Raises ValueError if `seed` is not a whole number,
+    or as `data_rank`.
     """
+    if not _is_whole(seed):
+        raise ValueError(f"seed={seed!r} is not a whole number")
     rank, size = data_rank(mesh)
     own = (seed * size + rank) % 2**63
     seed_process(own)
@@ -154,11 +164,30 @@ def mesh_of(model: torch.nn.Module) -> DeviceMesh | None:
     return _meshes.get(model)
 
 
+def _refuse_other_axes(mesh: DeviceMesh) -> None:
+    """Raise ValueError if ranks differ on an axis of another name than `AXES`: whether they share data is not known.
+
+    Were it taken for an axis of peers, they would all train on the same data, with gradients of their own.
+    """
+    names = mesh.mesh_dim_names or ("(without a name)",) * len(mesh.shape)
+    known = (*AXES, *CP_AXES)
+    others = [name for name, size in zip(names, mesh.shape, strict=True) if size > 1 and name not in known]
+    if others:
+        raise ValueError(
+            f"the mesh has the axis {', '.join(others)}, and nothing says which data and weights its ranks share: make "
+            f"the mesh with build_mesh, or name its axes {', '.join(AXES)} (those that it has)"
+        )
+
+
+def _is_whole(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _axis_sizes(sizes: dict[str, int], world_size: int) -> dict[str, int]:
     for axis, size in sizes.items():
-        if size < 1 and not (axis == "dp_shard" and size == -1):
+        if not _is_whole(size) or (size < 1 and not (axis == "dp_shard" and size == -1)):
             free = " (or -1: what the other axes leave)" if axis == "dp_shard" else ""
-            raise ValueError(f"the mesh axis {axis} has size {size}; it must be a positive number{free}")
+            raise ValueError(f"the mesh axis {axis} has size {size!r}; it must be a positive whole number{free}")
     others = math.prod(size for axis, size in sizes.items() if axis != "dp_shard")
     if sizes["dp_shard"] == -1 and world_size % others == 0:
         sizes = {**sizes, "dp_shard": world_size // others}
