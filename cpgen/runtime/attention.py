@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .binding import ATTRIBUTE, Binding
+from .binding import ATTRIBUTE, Binding, note_exchange
 from .casting import as_attention_casts, in_one_dtype
 from .collectives import all_gather, all_to_all
 from .dtensors import Following, to_local
@@ -315,8 +315,7 @@ class AttentionSite:
             )
         dim = self._layout.index("S")
         region = self._region = self._binding.region_of(self._streams, query.shape[dim])
-        if not torch.compiler.is_compiling():
-            self._binding.exchanged = True
+        note_exchange(self._binding.key)
         self._batch = query.shape[0]
         streams = (self._streams, self._kv_streams, self._kv_streams)
         for name, tensor, of in zip(("query", "key", "value"), (query, key, value), streams, strict=True):

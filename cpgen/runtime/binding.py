@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import uuid
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NoReturn
@@ -14,6 +15,15 @@ from .region import LocalRegion, Region
 
 ATTRIBUTE = "_cpgen_binding"  # set on every module of a bound model
 _LOCAL_REGION = LocalRegion()
+_exchanged: set[str] = set()  # keys of the bindings whose attention has looked past this rank's tokens
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def note_exchange(key: str) -> bool:
+    """Remember that attention of the binding `key` looks past this rank's tokens. While compiling, at the time of
+    tracing: compiled code runs no Python, and setting an attribute is not traced inside of activation checkpointing."""
+    _exchanged.add(key)
+    return True
 
 
 @dataclass(frozen=True)
@@ -58,13 +68,17 @@ class Binding:
         self.balanced = balanced
         self.region: Region | None = None
         self.pinned = False
-        # Whether an attention call has ever looked past this rank's tokens. Not of each forward: diffusers' caches may
-        # skip attention in some.
-        self.exchanged = False
+        self.key = uuid.uuid4().hex  # text: compiled code is made anew for another one
         self._blocks = blocks
         self._processors = processors
         self._attention: list[torch.nn.Module] = []
         self._seen: set[tuple[tuple[str, int], ...]] = set()
+
+    @property
+    def exchanged(self) -> bool:
+        """Whether an attention call has ever looked past this rank's tokens. Not of each forward: diffusers' caches may
+        skip attention in some."""
+        return self.key in _exchanged
 
     @property
     def has_attention(self) -> bool:

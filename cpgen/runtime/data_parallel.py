@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any
@@ -16,9 +16,25 @@ from torch.distributed.tensor import DTensor
 
 from .mesh import axis_size, flattened, remember_mesh
 
-__all__ = ["Precision", "cast_inputs", "check_request", "kept_in_fp32", "offload_policy", "replicate", "reshard"]
+__all__ = [
+    "Precision",
+    "buckets",
+    "cast_inputs",
+    "check_request",
+    "kept_in_fp32",
+    "offload_policy",
+    "replicate",
+    "reshard",
+]
 
 MODES = ("fsdp", "ddp", "none")
+_HEEDED_BY = {
+    "param_dtype": ("fsdp", "ddp"),
+    "output_dtype": ("fsdp", "ddp"),
+    "cpu_offload": ("fsdp", "ddp"),
+    "reshard_after_forward": ("fsdp",),
+    "bucket_cap_mb": ("ddp",),
+}
 # Inputs that a half-precision diffusers model takes in fp32: rounded to bf16, timestep 999 would be 1000 and
 # position 257 would be 256.
 _FP32_INPUTS = ("timestep", "sigma", "guidance", "rotary", "freqs", "_ids", "coords")
@@ -32,12 +48,13 @@ def check_request(
     cp: int,
     tp: int,
     data_parallel: str,
-    **wrap_options: Any,
+    compile: bool | str,
+    **options: Any,
 ) -> None:
     """Raise ValueError if `parallelize` was called with what it can't do, or with weights that differ from rank to
     rank; otherwise remember the model's mesh. Collective.
 
-    `wrap_options` are options that only a wrapped model heeds; None and False mean that they were not given.
+    `options` are those that not every way of data parallelism heeds; None and False mean that they were not given.
     """
     if not isinstance(model, model_class):
         raise ValueError(
@@ -48,11 +65,9 @@ def check_request(
         raise ValueError("the model is parallelized already; call parallelize once, on a plain model")
     if data_parallel not in MODES:
         raise ValueError(f"data_parallel={data_parallel!r} is not one of {', '.join(map(repr, MODES))}")
-    if data_parallel == "none" and (given := [name for name, value in wrap_options.items() if value]):
-        raise ValueError(
-            f'data_parallel="none" only binds context parallelism and would ignore {", ".join(given)}; use "fsdp" or '
-            f'"ddp", or cast and move the model yourself'
-        )
+    _check_options(data_parallel, options)
+    if not (isinstance(compile, bool) or compile == "model"):
+        raise ValueError(f'compile={compile!r} is none of False, True (each block) and "model" (all of it)')
     for axis, degree in (("cp", cp), ("tp", tp)):
         size = axis_size(mesh, axis)
         if flattened(mesh, axis) is None and degree > 1:
@@ -65,6 +80,20 @@ def check_request(
     for axis in ("cp" if data_parallel == "none" else "dp_cp", "tp"):
         _check_same_weights(model, mesh, axis)
     remember_mesh(model, mesh)
+
+
+def _check_options(data_parallel: str, options: dict[str, Any]) -> None:
+    ignored = {n: _HEEDED_BY[n] for n, value in options.items() if value and data_parallel not in _HEEDED_BY[n]}
+    if ignored:
+        heeding = "; ".join(f"{name} is for {' and '.join(map(repr, modes))}" for name, modes in ignored.items())
+        note = ", which only binds context parallelism: cast and move the model yourself"
+        raise ValueError(
+            f"data_parallel={data_parallel!r} would ignore {', '.join(ignored)}{note * (data_parallel == 'none')} "
+            f"({heeding})"
+        )
+    cap = options["bucket_cap_mb"]
+    if cap is not None and not (isinstance(cap, int | float) and cap > 0):
+        raise ValueError(f"bucket_cap_mb={cap!r} is not a number of megabytes above 0")
 
 
 def _check_same_weights(model: torch.nn.Module, mesh: DeviceMesh, name: str) -> None:
@@ -105,6 +134,26 @@ def reshard(mesh: DeviceMesh, *, last: bool, requested: bool | int | None) -> bo
     if requested is not None:
         return requested
     return axis_size(mesh, "pp") == 1 and not last
+
+
+def buckets(
+    blocks: Sequence[torch.nn.Module], policies: Sequence[MixedPrecisionPolicy], cap_mb: float | None
+) -> Iterator[tuple[list[torch.nn.Module], MixedPrecisionPolicy]]:
+    """Join consecutive blocks of one policy whose gradients take up to `cap_mb` MiB together: they are all-reduced at
+    once. A larger block is a bucket of its own, as is every block without a cap."""
+    bucket: list[torch.nn.Module] = []
+    of_bucket: MixedPrecisionPolicy | None = None
+    filled = 0.0
+    for block, policy in zip(blocks, policies, strict=True):
+        parameters = [p for _, p in _unwrapped_parameters(block) if p.requires_grad]
+        size = sum(p.numel() * (policy.reduce_dtype or policy.param_dtype or p.dtype).itemsize for p in parameters)
+        if of_bucket is not None and (cap_mb is None or policy != of_bucket or filled + size > cap_mb * 2**20):
+            yield bucket, of_bucket
+            bucket, filled = [], 0.0
+        bucket.append(block)
+        of_bucket, filled = policy, filled + size
+    if of_bucket is not None:
+        yield bucket, of_bucket
 
 
 def kept_in_fp32(model: torch.nn.Module, name: str) -> bool:

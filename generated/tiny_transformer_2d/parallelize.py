@@ -16,6 +16,7 @@ from cpgen.runtime import mesh as meshes
 from cpgen.runtime.binding import bind_context_parallel
 from cpgen.runtime.data_parallel import (
     Precision,
+    buckets,
     cast_inputs,
     check_request,
     offload_policy,
@@ -54,7 +55,8 @@ def parallelize(
     output_dtype: torch.dtype | None = None,
     cpu_offload: bool = False,
     reshard_after_forward: bool | int | None = None,
-    compile: bool = False,
+    bucket_cap_mb: float | None = None,
+    compile: bool | str = False,
 ) -> TinyTransformer2DModel:
     """Bind `model` to its context-parallel group, then wrap it: "fsdp", "ddp", or "none" (no gradient is reduced).
 
@@ -62,7 +64,9 @@ def parallelize(
     over data ranks, with the loss computed from the whole output on every context-parallel rank.
 
     `param_dtype` is what parameters compute in, but for those that the class keeps in fp32. Unless told otherwise by
-    `reshard_after_forward`, every block but the last frees its parameters after forward. `compile` compiles each block.
+    `reshard_after_forward`, every block but the last frees its parameters after forward. Under "ddp" each block's gradients
+    are reduced at once, or those of as many as `bucket_cap_mb` MiB hold. `compile=True` compiles each block, "model" the
+    whole: one graph with "none", one between any two of FSDP's or DDP's hooks otherwise.
     Raises ValueError for a model of another class, a mesh of other degrees, or options that contradict each other.
     """
     check_request(
@@ -72,10 +76,12 @@ def parallelize(
         cp=CP_DEGREE,
         tp=TP_DEGREE,
         data_parallel=data_parallel,
+        compile=compile,
         param_dtype=param_dtype,
         output_dtype=output_dtype,
         cpu_offload=cpu_offload,
         reshard_after_forward=reshard_after_forward,
+        bucket_cap_mb=bucket_cap_mb,
     )
     bind_context_parallel(
         model,
@@ -89,7 +95,7 @@ def parallelize(
             TinyJointAttnProcessor,
         ),
     )
-    if compile:
+    if compile is True:
         for blocks in block_lists(model):
             for block in blocks:
                 block.compile()
@@ -100,7 +106,9 @@ def parallelize(
         if data_parallel == "fsdp":
             _apply_fsdp(model, mesh, precision, output_dtype, offload, reshard_after_forward)
         else:
-            _apply_ddp(model, mesh, precision, output_dtype, offload)
+            _apply_ddp(model, mesh, precision, output_dtype, offload, bucket_cap_mb)
+    if compile == "model":
+        model.compile()
     return model
 
 
@@ -141,12 +149,13 @@ def _apply_ddp(
     precision: Precision,
     output_dtype: torch.dtype | None,
     offload: OffloadPolicy,
+    bucket_cap_mb: float | None,
 ) -> None:
     replicate_mesh = meshes.replicate_mesh(mesh)
     for blocks in block_lists(model):
-        for block in blocks:
-            policy = precision.separate(block, replicate, mesh=replicate_mesh, offload_policy=offload)
-            replicate(block, mesh=replicate_mesh, mp_policy=policy, offload_policy=offload)
+        policies = [precision.separate(b, replicate, mesh=replicate_mesh, offload_policy=offload) for b in blocks]
+        for bucket, policy in buckets(blocks, policies, bucket_cap_mb):
+            replicate(bucket, mesh=replicate_mesh, mp_policy=policy, offload_policy=offload)
     policy = precision.separate(model, replicate, mesh=replicate_mesh, offload_policy=offload)
     policy = replace(policy, output_dtype=output_dtype)
     replicate(model, mesh=replicate_mesh, mp_policy=policy, offload_policy=offload)

@@ -79,6 +79,6 @@ def gradients(model: nn.Module) -> dict[str, Tensor]:
 
 def worst(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> float:
     """The largest relative L2 difference, with small norms counted as 1e-5 of the largest (DESIGN 10)."""
-    assert ours.keys() == theirs.keys()
+    assert ours.keys() == theirs.keys(), sorted(ours.keys() ^ theirs.keys())
     floor = 1e-5 * max(float(g.norm()) for g in theirs.values())
     return max(float((ours[n].double() - g.double()).norm()) / max(float(g.norm()), floor) for n, g in theirs.items())

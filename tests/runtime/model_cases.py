@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import functools
 import importlib
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -12,6 +15,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.debug import CommDebugMode
 
 from cpgen.plan import Probe
 from cpgen.probes import build_inputs
@@ -29,6 +33,13 @@ def run(model: nn.Module, inputs: dict[str, Any]) -> Tensor:
 def bound(emitted: Emitted, probe: Probe, dtype: torch.dtype = torch.float64) -> tuple[nn.Module, nn.Module]:
     reference, model, package = reference_and_model(emitted, probe, dtype)
     return reference, package.parallelize(model, package.build_mesh("cpu"), data_parallel="none")
+
+
+def full_gradients(model: nn.Module, reference: dict[str, Tensor]) -> dict[str, Tensor]:
+    """Whole gradients of a wrapped model, but for zeros that `reference` lacks: a compiled block gives zeros to
+    parameters of outputs that nobody uses, where eager gives none."""
+    found = {n: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad for n, p in model.named_parameters()}
+    return {n: g for n, g in found.items() if g is not None and (n in reference or bool(g.any()))}
 
 
 def averaged(found: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -248,29 +259,89 @@ def with_pair_mask(emitted: Emitted, probe: Probe, tokens: int) -> float:
     return float((outputs[0] - outputs[1]).detach().abs().max())
 
 
-def over_data_ranks(emitted: Emitted, probe: Probe, data_parallel: str, axes: dict[str, int]) -> tuple[float, float]:
-    """Other data on each data rank: gradients against their mean in one process, and the clipped norm against its."""
+def over_data_ranks(
+    emitted: Emitted,
+    probe: Probe,
+    data_parallel: str,
+    axes: dict[str, int],
+    options: dict[str, Any] | None = None,
+    checkpointing: bool = False,
+) -> tuple[float, float]:
+    """Other data on each data rank: gradients against their mean in one process, and the clipped norm against its.
+
+    Those of the second of two steps, so that nothing of the first may be left. Pipeline ranks compute all of the model.
+    """
     from cpgen.runtime.mesh import data_rank
 
     reference, model, package = reference_and_model(emitted, probe)
+    if checkpointing:
+        model.enable_gradient_checkpointing()  # type: ignore[operator]
+        model.train()
     mesh = package.build_mesh("cpu", **axes)
-    model = package.parallelize(model, mesh, data_parallel=data_parallel, reduce_dtype=torch.float64)
+    with _compiling_for("aot_eager"):
+        model = package.parallelize(
+            model, mesh, data_parallel=data_parallel, reduce_dtype=torch.float64, **(options or {})
+        )
     rank, size = data_rank(mesh)
 
     def inputs(seed: int) -> dict[str, Any]:
         found: dict[str, Any] = to_float64(build_inputs(probe, seed))
         return found
 
-    loss_of(run(model, inputs(rank))).backward()
+    for _ in range(2):
+        model.zero_grad()
+        loss_of(run(model, inputs(rank))).backward()
     for seed in range(size):
         (loss_of(run(reference, inputs(seed))) / size).backward()
-    ours = {
-        name: p.grad.full_tensor() if isinstance(p.grad, DTensor) else p.grad
-        for name, p in model.named_parameters()
-        if p.grad is not None
-    }
-    error = worst(ours, gradients(reference))
+    error = worst(full_gradients(model, gradients(reference)), gradients(reference))
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     expected = torch.nn.utils.clip_grad_norm_(reference.parameters(), 1.0)
     return error, float((norm - expected).abs() / expected)
+
+
+@contextlib.contextmanager
+def _compiling_for(backend: str) -> Iterator[None]:
+    """What is compiled inside is so by `backend`: inductor takes a compiler and a minute."""
+    compile_module = nn.Module.compile
+    nn.Module.compile = functools.partialmethod(compile_module, backend=backend)  # type: ignore[assignment]
+    try:
+        yield
+    finally:
+        nn.Module.compile = compile_module  # type: ignore[method-assign]
+
+
+def compiled_frames(
+    emitted: Emitted, probe: Probe, data_parallel: str, compile: bool | str, backend: str
+) -> tuple[int, float, float]:
+    """Graphs of a step with gradient checkpointing on the parallelized model, and output's and gradients' errors."""
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    reference, model, package = reference_and_model(emitted, probe)
+    model.enable_gradient_checkpointing()  # type: ignore[operator]
+    with _compiling_for(backend):
+        model = package.parallelize(
+            model,
+            package.build_mesh("cpu"),
+            data_parallel=data_parallel,
+            reduce_dtype=torch.float64,
+            compile=compile,
+        )
+    outputs = [run(each.train(), inputs_of(probe)) for each in (model, reference)]
+    for output in outputs:
+        loss_of(output).backward()
+    ours = full_gradients(model, gradients(reference))
+    error = (outputs[0] - outputs[1]).detach().abs().max() / outputs[1].detach().abs().max()
+    if data_parallel == "none":
+        ours = averaged(ours)
+    return torch._dynamo.utils.counters["stats"]["unique_graphs"], float(error), worst(ours, gradients(reference))
+
+
+def gradient_reductions(emitted: Emitted, probe: Probe, cap_mb: float | None) -> int:
+    """All-reduces of gradients in a DDP model's backward."""
+    _, model, package = reference_and_model(emitted, probe)
+    model = package.parallelize(model, package.build_mesh("cpu"), data_parallel="ddp", bucket_cap_mb=cap_mb)
+    loss = loss_of(run(model, inputs_of(probe)))
+    with CommDebugMode() as counted:
+        loss.backward()
+    return int(counted.get_comm_counts()[torch.ops.c10d.allreduce_])

@@ -97,15 +97,15 @@ def compiled(emitted: Emitted, probe: Probe) -> tuple[float, float, int]:
     return float((ours - theirs).detach().abs().max()), worst(found, gradients(reference)), counter.frame_count
 
 
-def blocks_compiled(emitted: Emitted, probe: Probe) -> tuple[float, float]:
-    """Output and gradient errors under FSDP2 with every block compiled by itself."""
+def compiled_under_fsdp(emitted: Emitted, probe: Probe, compile: bool | str) -> tuple[float, float]:
+    """Output and gradient errors under FSDP2 with `parallelize(compile=...)`."""
     import torch._dynamo as dynamo
 
     dynamo.reset()
     warnings.simplefilter("ignore")
     reference, model, package = reference_and_model(emitted, probe, torch.float32)
     with mock.patch.object(nn.Module, "compile", partialmethod(nn.Module.compile, backend="aot_eager")):
-        model = package.parallelize(model, mesh_for(package), compile=True)
+        model = package.parallelize(model, mesh_for(package), compile=compile)
     ours, theirs = run(model, inputs_of(probe, torch.float32)), run(reference, inputs_of(probe, torch.float32))
     loss_of(ours).backward()
     loss_of(theirs).backward()

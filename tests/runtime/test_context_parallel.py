@@ -22,7 +22,6 @@ from .model_cases import (
     interleaved,
     message_for,
     mixed_precision,
-    over_data_ranks,
     refused_processor,
     refused_when_compiled,
     replaced_module,
@@ -170,18 +169,6 @@ def test_wan_timesteps_that_are_not_one_a_token_are_refused(tmp_path: Path, pool
 
 
 # What must keep working
-
-
-@pytest.mark.parametrize(
-    ("data_parallel", "axes"), [("fsdp", {}), ("fsdp", {"dp_replicate": 2}), ("ddp", {}), ("ddp", {"dp_replicate": 2})]
-)
-def test_gradients_are_the_mean_over_data_ranks(
-    tiny: Emitted, pool: WorkerPool, data_parallel: str, axes: dict[str, int]
-) -> None:
-    """cp 2 in a world of 4: two groups with other data; FSDP over all, HSDP, and DDP."""
-    for gradient, norm in pool.run(over_data_ranks, tiny, tiny.probe(), data_parallel, axes, world_size=4):
-        assert gradient <= TOLERANCE
-        assert norm <= TOLERANCE
 
 
 def test_a_copy_of_a_bound_model_computes_the_same(tiny: Emitted, pool: WorkerPool) -> None:

@@ -114,13 +114,6 @@ def test_two_precisions_on_one_module_are_refused(pool: WorkerPool, root):
         pool.run(cases.mixed_parameters_on_one_module, root, world_size=1)
 
 
-@pytest.mark.parametrize("mode", ["fsdp", "none"])
-def test_compile(pool: WorkerPool, root, mode):
-    for blocks_compiled, difference in pool.run(cases.compiled, root, mode, world_size=2):
-        assert blocks_compiled
-        assert difference < 1e-5
-
-
 @pytest.mark.parametrize(
     ("package", "model", "options", "message"),
     [

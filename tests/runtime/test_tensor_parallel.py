@@ -117,10 +117,11 @@ def test_one_graph(tmp_path: Path, pool: WorkerPool, model: str, cp: int) -> Non
         assert forward < 1e-5 and gradient < 1e-5 and graphs == 1
 
 
-def test_blocks_compiled_one_by_one(tmp_path: Path, pool: WorkerPool) -> None:
+@pytest.mark.parametrize(("cp", "compile"), [(1, True), (2, True), (2, "model")])
+def test_compiled_under_fsdp(tmp_path: Path, pool: WorkerPool, cp: int, compile: bool | str) -> None:
     """A single block of Flux returns two views of one tensor."""
-    emitted = emit(tmp_path, FLUX, 1, tp=2)
-    for forward, gradient in pool.run(cases.blocks_compiled, emitted, shallow(emitted), world_size=2):
+    emitted = emit(tmp_path, FLUX, cp, tp=2)
+    for forward, gradient in pool.run(cases.compiled_under_fsdp, emitted, shallow(emitted), compile, world_size=2 * cp):
         assert forward < 1e-5 and gradient < 1e-5
 
 

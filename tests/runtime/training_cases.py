@@ -282,17 +282,6 @@ def mixed_parameters_on_one_module(root: str) -> None:
         type(model)._keep_in_fp32_modules = kept
 
 
-def compiled(root: str, data_parallel: str) -> tuple[bool, float]:
-    """(whether every block was compiled, distance to the eager output)."""
-    package = load(root, "wan_cp1")
-    model = package.parallelize(wan_model(), package.build_mesh("cpu"), data_parallel=data_parallel, compile=True)
-    blocks_compiled = all(block._compiled_call_impl is not None for block in model.blocks)
-    with torch.no_grad():
-        reference = wan_model()(**wan_batch(0), return_dict=False)[0]
-        output = model(**wan_batch(0), return_dict=False)[0]
-    return blocks_compiled, float((output - reference).abs().max())
-
-
 def parallelize_error(root: str, package: str, model: str, options: dict[str, Any]) -> None:
     """Call parallelize on a mesh of cp 1; the caller expects it to raise."""
     module = load(root, package)

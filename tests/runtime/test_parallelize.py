@@ -1,0 +1,142 @@
+"""Every option of an emitted `parallelize`, under context parallelism: gradients stay exact."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy
+
+from cpgen.runtime.data_parallel import buckets
+from cpgen.verify.pool import WorkerError, WorkerPool
+
+from .emitted import TINY, Emitted, emit
+from .model_cases import compiled_frames, gradient_reductions, over_data_ranks
+
+TOLERANCE = 1e-9  # float64
+WAN = "WanTransformer3DModel"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Emitted:
+    return emit(tmp_path_factory.mktemp("tiny"), TINY, 2)
+
+
+@pytest.mark.parametrize(
+    ("data_parallel", "axes", "options", "checkpointing"),
+    [
+        ("fsdp", {}, {}, True),
+        ("fsdp", {"dp_replicate": 2}, {}, True),  # HSDP
+        ("fsdp", {"dp_replicate": 2, "dp_shard": 1}, {"reshard_after_forward": True}, False),
+        ("fsdp", {}, {"reshard_after_forward": True}, True),
+        ("fsdp", {}, {"reshard_after_forward": False}, False),
+        ("fsdp", {}, {"reshard_after_forward": 2}, True),
+        ("fsdp", {"pp": 2}, {}, False),
+        ("fsdp", {}, {"cpu_offload": True}, True),
+        ("fsdp", {}, {"compile": True}, False),
+        ("fsdp", {}, {"compile": "model"}, False),
+        ("fsdp", {"dp_replicate": 2}, {"compile": "model", "cpu_offload": True}, True),
+        ("ddp", {}, {}, True),
+        ("ddp", {"dp_replicate": 2}, {}, False),
+        ("ddp", {"pp": 2}, {}, False),
+        ("ddp", {}, {"cpu_offload": True}, False),
+        ("ddp", {}, {"bucket_cap_mb": 100}, True),
+        ("ddp", {}, {"bucket_cap_mb": 100, "compile": True}, True),
+    ],
+    ids=str,
+)
+def test_gradients_are_the_mean_over_data_ranks(
+    tiny: Emitted,
+    pool: WorkerPool,
+    data_parallel: str,
+    axes: dict[str, int],
+    options: dict[str, Any],
+    checkpointing: bool,
+) -> None:
+    """cp 2 in a world of 4: two groups with other data, but with pipeline ranks."""
+    for gradient, norm in pool.run(
+        over_data_ranks, tiny, tiny.probe(), data_parallel, axes, options, checkpointing, world_size=4
+    ):
+        assert gradient <= TOLERANCE
+        assert norm <= TOLERANCE
+
+
+@pytest.mark.parametrize(
+    ("data_parallel", "compile", "fewest", "most"),
+    [
+        ("none", "model", 1, 1),
+        ("none", True, 1, 2),  # two blocks, of which the first gets an input that needs no gradient
+        ("fsdp", True, 1, 2),
+        ("fsdp", "model", 3, 12),  # what is before, after and in the blocks
+        ("ddp", "model", 3, 12),
+    ],
+)
+def test_what_is_compiled(
+    tmp_path: Path, pool: WorkerPool, data_parallel: str, compile: bool | str, fewest: int, most: int
+) -> None:
+    emitted = emit(tmp_path, WAN, 2)
+    for graphs, forward, backward in pool.run(
+        compiled_frames, emitted, emitted.probe(), data_parallel, compile, "aot_eager"
+    ):
+        assert fewest <= graphs <= most
+        assert forward <= 1e-5
+        assert backward <= 1e-5
+
+
+def test_inductor(tiny: Emitted, pool: WorkerPool) -> None:
+    probe = tiny.probe("one-block-each")
+    for _, forward, backward in pool.run(compiled_frames, tiny, probe, "fsdp", "model", "inductor"):
+        assert forward <= 1e-5
+        assert backward <= 1e-5
+
+
+@pytest.mark.parametrize(("cap", "reductions"), [(None, 5), (1e-6, 5), (100, 3)])
+def test_a_bucket_is_one_reduction(tiny: Emitted, pool: WorkerPool, cap: float | None, reductions: int) -> None:
+    """Two joint blocks, two others, and what is outside of blocks."""
+    for calls in pool.run(gradient_reductions, tiny, tiny.probe(), cap, world_size=4):
+        assert calls == reductions
+
+
+def test_buckets() -> None:
+    blocks = [nn.Linear(512, 512, bias=False) for _ in range(5)]  # 1 MiB each in float32
+    wide, narrow = (
+        MixedPrecisionPolicy(),
+        MixedPrecisionPolicy(reduce_dtype=None, param_dtype=blocks[0].weight.half().dtype),
+    )
+
+    def sizes(cap: float | None, policies: list[MixedPrecisionPolicy]) -> list[int]:
+        return [len(bucket) for bucket, _ in buckets(blocks, policies, cap)]
+
+    assert sizes(None, [wide] * 5) == [1] * 5
+    assert sizes(0.5, [wide] * 5) == [1] * 5
+    assert sizes(2, [wide] * 5) == [2, 2, 1]
+    assert sizes(2, [narrow] * 5) == [4, 1]
+    assert sizes(9, [wide, wide, narrow, wide, wide]) == [2, 1, 2]
+    blocks[1].requires_grad_(False)
+    assert sizes(2, [wide] * 5) == [3, 2]
+    assert list(buckets([], [], 2)) == []
+
+
+@pytest.mark.parametrize(
+    ("data_parallel", "options", "message"),
+    [
+        ("ddp", {"reshard_after_forward": True}, "'ddp' would ignore reshard_after_forward .*is for 'fsdp'"),
+        ("fsdp", {"bucket_cap_mb": 25}, "'fsdp' would ignore bucket_cap_mb .*is for 'ddp'"),
+        (
+            "none",
+            {"cpu_offload": True, "bucket_cap_mb": 25},
+            "ignore cpu_offload, bucket_cap_mb, which only binds",
+        ),
+        ("ddp", {"bucket_cap_mb": -1}, "bucket_cap_mb=-1 is not a number of megabytes above 0"),
+        ("ddp", {"bucket_cap_mb": "25"}, "bucket_cap_mb='25' is not"),
+        ("fsdp", {"compile": "blocks"}, "compile='blocks' is none of False, True"),
+    ],
+)
+def test_options_that_make_no_sense(
+    tiny: Emitted, pool: WorkerPool, data_parallel: str, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(WorkerError, match=message) as caught:
+        pool.run(over_data_ranks, tiny, tiny.probe(), data_parallel, {}, options, world_size=4)
+    assert {kind for kind, _, _ in caught.value.failures.values()} == {"ValueError"}
