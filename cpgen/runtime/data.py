@@ -12,6 +12,7 @@ A sample counts as seen when its batch is handed out, not when a worker has read
 from __future__ import annotations
 
 import importlib
+import math
 from collections.abc import Callable, Collection, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -61,9 +62,10 @@ class ResumableLoader:
     (Python's, NumPy's, torch's on the host) depend on seed, epoch and the sample's place alone: noise that is drawn
     there is the same on every mesh.
 
-    The last step of an epoch takes what is left, in parts that differ by one sample at most; `drop_last` leaves it out.
-    Every rank needs a sample, so the step before leaves enough where it can; where it can't (`batch_size` 1), fewer
-    samples than data ranks are left out.
+    The last step of an epoch takes what is left, in parts that differ by one sample at most. Every rank needs a sample,
+    so the step before leaves enough where it can; where it can't (`batch_size` 1), fewer samples than data ranks are
+    left out. `drop_last` leaves the step out, where it would have smaller batches; `pad_last` fills it up with the
+    epoch's first samples, so that each sample comes at least once and all batches are equal.
     """
 
     def __init__(
@@ -76,11 +78,17 @@ class ResumableLoader:
         sampler: Sampler[int] | Sequence[int] | None = None,
         seed: int = 0,
         drop_last: bool = False,
+        pad_last: bool = False,
         collate_fn: Callable[[list[Any]], Any] | None = None,
         **options: Any,
     ) -> None:
-        """`mesh` None is one process that takes all. Raises ValueError for options that don't go together."""
+        """`mesh` None is one process that takes all.
+
+        Raises ValueError for options that don't go together, or if an epoch would have no step.
+        """
         check_options(batch_size, options)
+        if drop_last and pad_last:
+            raise ValueError("drop_last and pad_last contradict each other")
         if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
             raise ValueError(f"{type(dataset).__name__} has no length: use ResumableStream for an iterable dataset")
         if sampler is not None and not isinstance(sampler, Sized):
@@ -94,6 +102,13 @@ class ResumableLoader:
         self._rank, self._size = data_rank(mesh) if mesh is not None else (0, 1)
         self._batch_size = batch_size
         self._drop_last = drop_last
+        self._pad_last = pad_last
+        self._latest = 0  # number of the latest iterator
+        if not any(self._takes()):
+            raise ValueError(
+                f"{self._length} samples make no step of {self._size} data ranks with batch_size={batch_size}: "
+                f"pad_last=True repeats samples until each rank has its batch"
+            )
         fetch = _Fetch(dataset, default_collate if collate_fn is None else collate_fn)
         # Without a generator of its own, each new iterator would draw a number from the training's.
         self._loader = DataLoader(
@@ -110,11 +125,17 @@ class ResumableLoader:
         return sum(1 for _ in self._takes())
 
     def __iter__(self) -> Iterator[Any]:
-        """Hand out what is left of this epoch; of the next one if nothing is. One iterator at a time."""
+        """Hand out what is left of this epoch; of the next one if nothing is.
+
+        Raises ValueError if asked for more after another iterator has begun or a state was loaded.
+        """
+        self._latest += 1
+        own = self._latest
         self._roll_over()
         for take, batch in zip(list(self._takes()), self._loader, strict=True):
-            self._consumed += take
+            self._consumed = min(self._consumed + take, self._length)
             yield batch
+            check_latest(own, self._latest)
         self.epoch, self._consumed = self.epoch + 1, 0
 
     def state_dict(self) -> dict[str, int | bool]:
@@ -130,8 +151,11 @@ class ResumableLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at that place, in the order that was saved (its seed, its shuffle). New iterators start there.
 
-        Raises ValueError if the dataset has another length: then what is left of the epoch is not known.
+        Raises ValueError if it is no loader's state, or if the dataset has another length: then what is left of the
+        epoch is not known.
         """
+        if not isinstance(state, dict) or state.keys() != self.state_dict().keys():
+            raise ValueError(f"this is not the state of a ResumableLoader: {state!r}")
         if state["length"] != self._length:
             raise ValueError(
                 f"the loader's state is for {state['length']} samples, but there are {self._length}: resume with the "
@@ -139,6 +163,7 @@ class ResumableLoader:
             )
         self.epoch, self._consumed = state["epoch"], state["consumed"]
         self._seed, self._shuffle = state["seed"], state["shuffle"]
+        self._latest += 1
         self._roll_over()
 
     def _roll_over(self) -> None:
@@ -146,9 +171,12 @@ class ResumableLoader:
             self.epoch, self._consumed = self.epoch + 1, 0
 
     def _takes(self) -> Iterator[int]:
-        """The number of samples that each remaining global step of this epoch takes."""
+        """The number of samples that each remaining global step of this epoch takes, with those that pad the last."""
         whole = self._batch_size * self._size
         left = self._length - self._consumed
+        if self._pad_last:
+            yield from [whole] * math.ceil(left / whole)
+            return
         while left >= (whole if self._drop_last else self._size):
             take = min(whole, left)
             short = self._size - (left - take)
@@ -175,7 +203,7 @@ class ResumableLoader:
         start = self._consumed
         for take in self._takes():
             places = range(start, start + take)[self._rank :: self._size]
-            yield _Batch(self._seed, self.epoch, [(place, int(order[place])) for place in places])
+            yield _Batch(self._seed, self.epoch, [(p, int(order[p % self._length])) for p in places])
             start += take
 
 
@@ -216,10 +244,18 @@ class _Fetch(Dataset[Any]):
 
 def check_options(batch_size: int, options: Collection[str]) -> None:
     """Raise ValueError for a batch size below 1 and for options of DataLoader that a loader decides itself."""
-    if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} must be at least 1")
+    if not isinstance(batch_size, int) or batch_size < 1:
+        raise ValueError(f"batch_size={batch_size!r} must be a whole number of at least 1")
     if taken := sorted(_DECIDED.intersection(options)):
         raise ValueError(f"{', '.join(taken)} can't be given: the loader decides it, so that it can resume")
+
+
+def check_latest(own: int, latest: int) -> None:
+    """Raise ValueError if an iterator goes on though it is not the latest: samples would come twice, others never."""
+    if own != latest:
+        raise ValueError(
+            "this iterator began before another one, or before load_state_dict: go on with a new one, iter(loader)"
+        )
 
 
 def set_epoch_of(source: object, epoch: int) -> None:

@@ -10,7 +10,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.data import DataLoader, IterableDataset, default_collate, get_worker_info
 
-from .data import check_options, is_hugging_face, set_epoch_of, split_by_data_rank, unchanged
+from .data import check_latest, check_options, is_hugging_face, set_epoch_of, split_by_data_rank, unchanged
 from .mesh import data_rank
 from .random_state import drawing_from
 
@@ -67,6 +67,7 @@ class ResumableStream:
         self.epoch = 0
         self._consumed = 0  # with skip: samples of this epoch, over all data ranks
         self._states: dict[int, Any] = {}  # without: worker -> what it said with its last batch
+        self._latest = 0  # number of the latest iterator
         self._seed = seed
         collate = default_collate if collate_fn is None else collate_fn
         rank, size = data_rank(mesh) if mesh is not None else (0, 1)
@@ -81,7 +82,14 @@ class ResumableStream:
         self._options = options
 
     def __iter__(self) -> Iterator[Any]:
-        """Hand out what is left of this epoch. One iterator at a time."""
+        """Hand out what is left of this epoch.
+
+        Raises ValueError if a whole epoch has no batch for this rank, and if asked for more after another iterator has
+        begun or a state was loaded.
+        """
+        self._latest += 1
+        own = self._latest
+        empty = not self._consumed and not self._states
         self._reader.begin = (self._seed, self.epoch, self._consumed, dict(self._states))
         loader = DataLoader(
             self._reader, batch_size=None, collate_fn=unchanged, generator=torch.Generator(), **self._options
@@ -90,7 +98,11 @@ class ResumableStream:
             self._consumed += taken
             if not self._skip:
                 self._states[worker] = state
+            empty = False
             yield batch
+            check_latest(own, self._latest)
+        if empty:
+            raise ValueError("the stream has too few samples: an epoch has no batch for this data rank")
         self.epoch, self._consumed, self._states = self.epoch + 1, 0, {}
 
     def state_dict(self) -> dict[str, Any]:
@@ -103,8 +115,11 @@ class ResumableStream:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on at that place. New iterators start there.
 
-        Raises ValueError if it was saved with another `skip`, or without it by another number of workers.
+        Raises ValueError if it is no stream's state, or was saved with another `skip`, or without it by another number
+        of workers.
         """
+        if not isinstance(state, dict) or "skip" not in state:
+            raise ValueError(f"this is not the state of a ResumableStream: {state!r}")
         if state["skip"] != self._skip:
             raise ValueError(f"the stream's state was saved with skip={state['skip']}: pass the same, not {self._skip}")
         if not self._skip and state["workers"] != self._workers:
@@ -113,6 +128,7 @@ class ResumableStream:
                 f"data: pass the same, not {self._workers}"
             )
         self.epoch, self._seed = state["epoch"], state["seed"]
+        self._latest += 1
         self._consumed = state.get("consumed", 0)
         self._states = copy.deepcopy(state.get("states", {}))
 

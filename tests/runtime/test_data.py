@@ -11,7 +11,7 @@ import pyarrow
 import pytest
 import torch
 from datasets.table import InMemoryTable
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch.utils.data import WeightedRandomSampler
 
@@ -65,6 +65,7 @@ def flat(steps: list[list[list[Any]]]) -> list[Any]:
 )
 def test_each_sample_of_an_epoch_once_whatever_interrupts_it(length, layouts, shuffle):
     """Layouts: (data ranks, batch size, steps until the run is killed); the last goes to the end of the epoch."""
+    assume(length >= max(size for size, _, _ in layouts))
     seen: list[int] = []
     state = None
     for index, (size, batch_size, steps) in enumerate(layouts):
@@ -88,8 +89,37 @@ def test_each_sample_of_an_epoch_once_whatever_interrupts_it(length, layouts, sh
     missing = length - len(seen)
     # Only samples that can't give every rank one are left out, and with larger batches none where there is room.
     assert missing < max(size for size, _, _ in layouts)
-    if batch_size > 1 and len(layouts) == 1 and length >= size:
+    if batch_size > 1 and len(layouts) == 1:
         assert missing == 0
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    length=st.integers(1, 40),
+    layouts=st.lists(st.tuples(st.integers(1, 5), st.integers(1, 4), st.integers(0, 6)), min_size=1, max_size=3),
+)
+def test_padding_gives_every_sample_in_equal_batches(length, layouts):
+    """Layouts as above. Only the last step repeats samples, the first of the epoch's order."""
+    done: list[Any] = []
+    state = None
+    for index, (size, batch_size, steps) in enumerate(layouts):
+        ranks = loaders(Numbers(length), size, batch_size=batch_size, seed=5, pad_last=True)
+        if state is not None:
+            for loader in ranks:
+                loader.load_state_dict(state)
+        if ranks[0].epoch > 0:  # the epoch ended with what came before
+            break
+        found = take([iter(loader) for loader in ranks], 10**6 if index == len(layouts) - 1 else steps)
+        assert all(len(batch) == batch_size for step in found for batch in step)
+        done += found
+        state = ranks[0].state_dict()
+    (order,) = loaders(Numbers(length), 1, batch_size=length, seed=5)
+    order = flat([list(order)])
+    before = flat(done[:-1])
+    last = [sample for turn in zip(*done[-1], strict=True) for sample in turn]  # ranks take turns
+    assert len(set(before)) == len(before) < length
+    expected = [order[place % length] for place in range(len(before), len(before) + len(last))]
+    assert last == expected and {*before, *last} == set(range(length))
 
 
 def test_order_is_shuffled_anew_each_epoch_and_follows_the_seed():
@@ -201,7 +231,13 @@ def test_default_collate_and_options_of_the_data_loader():
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: ResumableLoader(Numbers(4), None, batch_size=0), "batch_size=0 must be at least 1"),
+        (lambda: ResumableLoader(Numbers(4), None, batch_size=0), "batch_size=0 must be a whole number of at least 1"),
+        (lambda: ResumableLoader(Numbers(4), None, batch_size="2"), "batch_size='2' must be a whole number"),
+        (lambda: ResumableStream(Stream(4), None, batch_size=2.0), "batch_size=2.0 must be a whole number"),
+        (lambda: ResumableLoader(Numbers(4), None, batch_size=1, drop_last=True, pad_last=True), "contradict"),
+        (lambda: ResumableLoader(Numbers(3), (0, 4), batch_size=1), "3 samples make no step of 4 data ranks"),
+        (lambda: ResumableLoader(Numbers(7), (0, 4), batch_size=2, drop_last=True), "7 samples make no step"),
+        (lambda: ResumableLoader(Numbers(0), None, batch_size=1, pad_last=True), "0 samples make no step"),
         (lambda: ResumableLoader(Numbers(4), None, batch_size=1, generator=1), "generator can't be given"),
         (lambda: ResumableLoader(Stream(4), None, batch_size=1), "use ResumableStream"),
         (lambda: ResumableLoader(Numbers(4), None, batch_size=1, sampler=iter([1])), "has no length"),
@@ -221,6 +257,31 @@ def test_a_state_of_another_dataset_is_refused():
     state = ResumableLoader(Numbers(4), None, batch_size=1).state_dict()
     with pytest.raises(ValueError, match="for 4 samples, but there are 5"):
         ResumableLoader(Numbers(5), None, batch_size=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize("state", [None, {}, {"epoch": 1}, 5])
+def test_what_is_no_state_is_refused(state):
+    with pytest.raises(ValueError, match="not the state of a ResumableLoader"):
+        ResumableLoader(Numbers(4), None, batch_size=1).load_state_dict(state)
+    with pytest.raises(ValueError, match="not the state of a ResumableStream"):
+        ResumableStream(Stream(4), None, batch_size=1).load_state_dict(state)
+
+
+@pytest.mark.parametrize("kind", [ResumableLoader, ResumableStream])
+@pytest.mark.parametrize("then", ["another", "load"])
+def test_an_old_iterator_does_not_go_on(kind, then):
+    """It would hand samples out again, and count them as the new one's: after a resume others would never come."""
+    data = kind(Numbers(6) if kind is ResumableLoader else Stream(6), None, batch_size=1)
+    state = data.state_dict()
+    old = iter(data)
+    next(old)
+    if then == "another":
+        next(iter(data))
+    else:
+        data.load_state_dict(state)
+    with pytest.raises(ValueError, match="began before another one, or before load_state_dict"):
+        next(old)
+    assert len(list(data)) == (4 if then == "another" else 6)
 
 
 # --- iterable datasets -------------------------------------------------------------------------------------------
@@ -264,6 +325,14 @@ def test_a_streams_epochs_and_its_random_draws():
 def test_a_stream_without_its_last_step():
     ranks = stream_ranks(Stream(11), 2, batch_size=2, drop_last=True)
     assert len(flat(take([iter(stream) for stream in ranks], 9))) == 8
+
+
+def test_a_stream_without_a_batch_for_each_rank_is_an_error():
+    """`while True: yield from stream` would never end."""
+    with pytest.raises(ValueError, match="an epoch has no batch for this data rank"):
+        list(ResumableStream(Stream(3), (0, 4), batch_size=1))
+    with pytest.raises(ValueError, match="an epoch has no batch for this data rank"):
+        list(ResumableStream(StatefulStream(3), (0, 4), batch_size=1))
 
 
 @pytest.mark.parametrize("workers", [0, 1])
@@ -394,6 +463,7 @@ def test_numpy_is_seeded_though_nothing_has_imported_it_yet(monkeypatch):
 
     class Mesh:
         mesh_dim_names = ()
+        shape = ()
 
     monkeypatch.delitem(sys.modules, "numpy", raising=False)
     seed_everything(5, Mesh())
