@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
 ResultT = TypeVar("ResultT")
 
@@ -23,8 +25,15 @@ def control_group(*, background: bool = False) -> dist.ProcessGroup | None:
     world = dist.group.WORLD
     assert world is not None
     if background not in _groups or _groups[background][0] is not world:
-        _groups[background] = (world, dist.new_group(backend="gloo"))
+        _groups[background] = (world, dist.new_group(backend="gloo", timeout=_timeout(world)))
     return _groups[background][1]
+
+
+def _timeout(world: dist.ProcessGroup) -> timedelta:
+    """How long ranks wait for each other's disks, and for a callback: as long as the process group's own collectives
+    may take, but no less than torch's default. Some runs give their collectives seconds only."""
+    options = [world._get_backend(device).options for device in world._device_types]
+    return max([default_pg_timeout, *(option._timeout for option in options if option is not None)])
 
 
 def is_first_rank() -> bool:

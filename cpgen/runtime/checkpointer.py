@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable
+from hashlib import sha256
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -12,9 +14,10 @@ import torch
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
 
 from . import random_state
-from .agreement import is_first_rank, on_first_rank
+from .agreement import gather, is_first_rank, on_first_rank
 from .checkpoint import finish_pending, load_checkpoint, save_checkpoint
-from .step_directory import find_step
+from .mesh import axis_size, data_rank, mesh_of
+from .step_directory import complete_steps, find_step
 
 SaveCallback = Callable[[int, dict[str, Any]], None]
 
@@ -33,7 +36,11 @@ class Checkpointer:
     All methods are collective. `extra` is that of `save_checkpoint`. With `asynchronous`, `save` returns when the state
     is copied to host memory, and a thread writes the copy. `on_save(step, state)` is called on rank 0 after each save,
     with the whole model in host memory by name; it is gathered only if there is a callback. The other ranks wait for it
-    (no longer than the process group's timeout). With `asynchronous` the step may not be complete by then.
+    (no longer than the process group's timeout, or torch's default if that is longer). With `asynchronous` the step may
+    not be complete by then.
+
+    Two things are warned of, once each: later steps than the first one saved, since `load` would take those; and cp or
+    tp peers whose random state differs when a checkpoint is written, since they have trained on different noise.
     """
 
     def __init__(
@@ -48,9 +55,9 @@ class Checkpointer:
         asynchronous: bool = False,
         on_save: SaveCallback | None = None,
     ) -> None:
-        """Raises ValueError if `every` or `keep` is below 1."""
-        if every < 1 or (keep is not None and keep < 1):
-            raise ValueError(f"every={every} and keep={keep} must be at least 1 (keep=None keeps all)")
+        """Raises ValueError if `every` or `keep` is not a number of at least 1."""
+        if not _is_count(every) or not (keep is None or _is_count(keep)):
+            raise ValueError(f"every={every!r} and keep={keep!r} must be at least 1 (keep=None keeps all)")
         self._directory = Path(directory)
         self._model = model
         self._optimizer = optimizer
@@ -59,6 +66,8 @@ class Checkpointer:
         self._extra = {} if extra is None else extra
         self._asynchronous = asynchronous
         self._on_save = on_save
+        self._checked_for_later = False
+        self._warned_of_draws = False
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -78,6 +87,8 @@ class Checkpointer:
         if not force and step % self._every:
             return False
         failure = self._finish()
+        self._warn_of_later_steps(step)
+        self._warn_of_draws()
         whole = step > 0
         save_checkpoint(
             self._directory,
@@ -126,6 +137,43 @@ class Checkpointer:
             return error
         return None
 
+    def _warn_of_later_steps(self, step: int) -> None:
+        if self._checked_for_later:
+            return
+        self._checked_for_later = True
+        latest = on_first_rank(
+            lambda: max(complete_steps(self._directory), default=0), f"{self._directory} can't be read"
+        )
+        if latest > step and is_first_rank():
+            warnings.warn(
+                f"{self._directory} has step {latest} already, and step {step} is saved now: load() will take the "
+                f"later one. Use another directory, or move the later steps away",
+                stacklevel=3,
+            )
+
+    def _warn_of_draws(self) -> None:
+        """Ranks of one data rank must draw the same. (Stages of a pipeline may run other dropout.)"""
+        mesh = mesh_of(self._model)
+        if self._warned_of_draws or mesh is None or axis_size(mesh, "pp") > 1:
+            return
+        state = {name: sha256(random_state.to_bytes(each)).digest() for name, each in random_state.capture().items()}
+        first: dict[int, dict[str, bytes]] = {}
+        differing = {
+            (rank, name)
+            for (rank, _), found in gather((data_rank(mesh), state))
+            for name, digest in first.setdefault(rank, found).items()
+            if found.get(name) != digest
+        }
+        if differing:
+            self._warned_of_draws = True
+            generators = ", ".join(sorted({name for _, name in differing}))
+            warnings.warn(
+                f"cp or tp peers draw different random numbers (the generators of {generators}; data rank "
+                f"{min(differing)[0]}): they have trained on different noise or timesteps. Call seed_everything, and "
+                f"draw on all ranks or on none: what only rank 0 draws, such as samples to look at, sets it apart",
+                stacklevel=3,
+            )
+
     def _call_back(self, step: int) -> None:
         callback = self._on_save
         if callback is None:
@@ -140,3 +188,7 @@ class Checkpointer:
                 raise ValueError(f"on_save failed at step {step}: {type(error).__name__}: {error}") from error
 
         on_first_rank(call if is_first_rank() else lambda: None, f"on_save failed at step {step}")
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and value >= 1

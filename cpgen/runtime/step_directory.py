@@ -54,7 +54,8 @@ def make_room(path: Path) -> None:
 
 def prune(path: Path, keep: int | None) -> None:
     """Delete what the complete checkpoint `path` makes superfluous: replaced ones whose successor is complete, and with
-    `keep` all but it and the `keep - 1` latest others, and remains of saves that were killed earlier."""
+    `keep` all earlier ones but the `keep - 1` latest, and remains of saves that were killed earlier. Later ones are
+    another run's, or what a run went back from: they stay."""
     steps = complete_steps(path.parent)
     for step in steps:
         if steps[step] == step_path(path.parent, step):
@@ -62,7 +63,7 @@ def prune(path: Path, keep: int | None) -> None:
     if keep is None:
         return
     own = int(path.name.removeprefix("step_"))
-    for step in sorted(steps.keys() - {own}, reverse=True)[keep - 1 :]:
+    for step in sorted((step for step in steps if step < own), reverse=True)[keep - 1 :]:
         _delete(steps[step])
     for remains in path.parent.glob("step_*"):
         match = _STEP.fullmatch(remains.name)

@@ -10,6 +10,7 @@ import resource
 import subprocess
 import threading
 import time
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -296,6 +297,22 @@ def draws_after_loading(root: str, directory: str, cp: int, axes: dict[str, int]
     first = draw()
     run.load(directory)
     return data_rank(run.mesh), draw(), first
+
+
+def warned_of_draws(root: str, directory: str, cp: int, who: list[int]) -> tuple[list[str], list[str]]:
+    """Warnings of two saves after the ranks `who` have drawn numbers that the others have not."""
+    run = Run(root, cp)
+    saver = checkpointer(run, directory, every=1)
+    run.train(1)
+    if dist.get_rank() in who:
+        draw()
+    found: list[list[str]] = []
+    for step in (1, 2):
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            saver.save(step)
+        found.append([str(each.message) for each in caught if "draw different" in str(each.message)])
+    return found[0], found[1]
 
 
 def save_for_draws(root: str, directory: str, cp: int) -> Any:

@@ -6,12 +6,17 @@ import os
 import resource
 import subprocess
 import sys
+import warnings
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 
+from cpgen.runtime.agreement import control_group
 from cpgen.runtime.checkpoint import save_checkpoint
 from cpgen.runtime.checkpointer import Checkpointer
 from cpgen.verify.pool import WorkerPool
@@ -76,7 +81,33 @@ def test_in_one_process_in_the_background(tmp_path):
     assert torch.equal(model.weight, other.weight)
 
 
-@pytest.mark.parametrize("options", [{"every": 0}, {"every": 1, "keep": 0}])
+def test_a_given_step(tmp_path):
+    model = torch.nn.Linear(2, 2)
+    saver = Checkpointer(tmp_path, model, every=2)
+    weights = {}
+    for step in (2, 4, 6):
+        torch.nn.init.constant_(model.weight, step)
+        weights[step] = model.weight.detach().clone()
+        assert saver.save(step)
+    for step in (4, 2, 6):
+        assert saver.load(step) == step and torch.equal(model.weight, weights[step])
+
+
+def test_later_steps_of_another_run_are_kept_and_warned_of(tmp_path):
+    """A run that began anew, or went back to an earlier step: what it saves is not what `load` takes."""
+    model = torch.nn.Linear(2, 2)
+    Checkpointer(tmp_path, model, every=1).save(5000)
+    saver = Checkpointer(tmp_path, model, every=1, keep=1)
+    with pytest.warns(UserWarning, match="has step 5000 already, and step 500 is saved now"):
+        saver.save(500)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        saver.save(1000)  # warned of once
+        Checkpointer(tmp_path, model, every=1).save(5000)
+    assert sorted(cases.steps_in(str(tmp_path))) == [1000, 5000]
+
+
+@pytest.mark.parametrize("options", [{"every": 0}, {"every": 1, "keep": 0}, {"every": "2"}, {"every": 1, "keep": 1.5}])
 def test_options_that_make_no_sense(tmp_path, options):
     with pytest.raises(ValueError, match="must be at least 1"):
         Checkpointer(tmp_path, torch.nn.Linear(2, 2), **options)
@@ -157,6 +188,25 @@ def test_training_goes_on_while_the_write_is_blocked(pool: WorkerPool, root, tmp
         assert not result["main_thread"]
 
 
+# --- groups and their patience ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"), [(timedelta(hours=2), timedelta(hours=2)), (timedelta(seconds=5), None)]
+)
+def test_ranks_wait_for_disks_as_long_as_for_each_other(given, expected):
+    """Rank 0 may write or upload for that long; a run that gives its collectives seconds waits for torch's default."""
+    store = dist.HashStore()
+    dist.init_process_group("gloo", store=store, rank=0, world_size=1, timeout=timedelta(seconds=given))
+    try:
+        for background in (False, True):
+            group = control_group(background=background)
+            timeout = group._get_backend(torch.device("cpu")).options._timeout
+            assert timeout.total_seconds() == expected
+    finally:
+        dist.destroy_process_group()
+
+
 # --- random state ------------------------------------------------------------------------------------------------
 
 
@@ -176,3 +226,20 @@ def test_random_state_on_other_data_ranks_is_drawn_anew(pool: WorkerPool, root, 
         assert by_rank.setdefault(rank, drawn) == drawn  # peers draw the same
         assert drawn != first and drawn not in saved  # not the beginning of the run again
     assert len({value for drawn in by_rank.values() for value in drawn}) == 3 * (4 // cp)
+
+
+@pytest.mark.parametrize(
+    ("cp", "who", "found"),
+    [
+        (2, [], ""),
+        (2, [0, 1, 2, 3], ""),
+        (2, [0, 1], ""),  # all of one data rank
+        (2, [0], "the generators of numpy, python, torch; data rank 0"),
+        (2, [3], "data rank 1"),
+        (1, [0], ""),  # no peers
+    ],
+)
+def test_peers_that_draw_apart_are_warned_of(pool: WorkerPool, root, tmp_path, cp, who, found):
+    for first, second in pool.run(cases.warned_of_draws, root, str(tmp_path), cp, who):
+        assert len(first) == (1 if found else 0) and all(found in message for message in first)
+        assert second == []  # once
