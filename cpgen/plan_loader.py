@@ -173,18 +173,28 @@ class _Reader(TensorParallelReader):
         probes: list[Probe] = []
         for i in self._indices(root.get("probes", []), ("probes",)):
             path: Path = ("probes", i)
-            entry = self._mapping(path, required=("name", "config", "inputs"), optional=("before",))
+            value = self._value(path)
+            if isinstance(value, dict) and "base" in value:
+                entry = self._mapping(path, required=("name", "base"), optional=("config", "inputs", "before"))
+                base = next((probe for probe in probes if probe.name == value["base"]), None)
+                if base is None:
+                    earlier = ", ".join(probe.name for probe in probes) or "none"
+                    self._find("CP105", f"'{value['base']}' is no earlier probe (earlier: {earlier})", (*path, "base"))
+            else:
+                entry = self._mapping(path, required=("name", "config", "inputs"), optional=("before",))
+                base = Probe("", {}, {}) if "config" in entry and "inputs" in entry else None
             name = self._typed(
                 entry, (*path, "name"), str, "", lambda v: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", v)
             )
             if name in [probe.name for probe in probes]:
                 self._find("CP105", f"two probes are called '{name}'", (*path, "name"))
-            probe = Probe(
-                name,
-                self._mapping((*path, "config"), any_key=True) if "config" in entry else {},
-                self._mapping((*path, "inputs"), any_key=True) if "inputs" in entry else {},
-                self._names(entry, (*path, "before")) if "before" in entry else (),
+            config, inputs = (
+                self._mapping((*path, key), any_key=True) if key in entry else {} for key in ("config", "inputs")
             )
+            before = self._names(entry, (*path, "before")) if "before" in entry else None
+            if base is None:
+                continue
+            probe = Probe(name, base.config | config, base.inputs | inputs, base.before if before is None else before)
             for where, message in validate_probe(probe):
                 self._find("CP108", message, (*path, *where))
             probes.append(probe)

@@ -182,6 +182,30 @@ def test_two_probes_of_one_name() -> None:
     assert found.message == "two probes are called 'a-1.b'" and found.location and found.location.line == 29
 
 
+def test_a_probe_adds_to_an_earlier_one() -> None:
+    first, added = load_plan(
+        FULL + "  - {name: more, base: a-1.b, config: {layers: 7}, inputs: {extra: {shape: [2]}}}\n", "made.yaml"
+    ).probes
+    assert added.config == first.config | {"layers": 7}
+    assert added.inputs == first.inputs | {"extra": {"shape": [2]}}
+    assert added.before == first.before
+
+
+@pytest.mark.parametrize(
+    ("probe", "message"),
+    [
+        ("{name: more, base: other}", "'other' is no earlier probe (earlier: a-1.b)"),
+        ("{name: more, base: more}", "'more' is no earlier probe (earlier: a-1.b)"),
+        ("{name: more, base: [1]}", "'[1]' is no earlier probe (earlier: a-1.b)"),
+        ("{name: more, base: a-1.b, inputs: 3}", "expected a mapping"),
+        ("{name: more, config: {}}", "missing key 'inputs'"),
+    ],
+)
+def test_a_probe_adds_to_none(probe: str, message: str) -> None:
+    (found,) = findings(FULL + f"  - {probe}\n")
+    assert found.message == message
+
+
 def test_helper_plan_is_a_plan() -> None:
     assert load_plan(plan_text(), "made.yaml").streams == ("latent",)
 
