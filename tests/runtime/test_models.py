@@ -1,4 +1,8 @@
-"""Every shipped plan: its probes at cp 2 and 4 under every strategy, and each model as one compiled graph."""
+"""Every shipped plan: its probes at cp 2 and 4, and each model as one compiled graph.
+
+Eight models run under every strategy. Of the others only the attention calls could differ from theirs, which
+test_exchange.py covers: they run under two.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +23,8 @@ from .emitted import emit
 from .model_cases import compiled
 
 MODELS = sorted(shipped_plans())
-EIGHT = {
+TWO = ["ulysses", "allgather"]
+EIGHT = [
     "CogVideoXTransformer3DModel",
     "CogView4Transformer2DModel",
     "FluxTransformer2DModel",
@@ -28,24 +33,20 @@ EIGHT = {
     "QwenImageTransformer2DModel",
     "SD3Transformer2DModel",
     "WanTransformer3DModel",
-}
-
-
-def test_the_eight_models_have_plans() -> None:
-    assert set(MODELS) >= EIGHT
+]
 
 
 @pytest.mark.parametrize("cp", [2, 4])
 @pytest.mark.parametrize("model", MODELS)
 def test_probes(tmp_path: Path, pool: WorkerPool, model: str, cp: int) -> None:
-    strategies = [name for name in STRATEGIES if name != "hybrid" or cp == 4]
+    strategies = [name for name in STRATEGIES if name != "hybrid" or cp == 4] if model in EIGHT else TWO
     package = _emit(tmp_path, model, cp, strategies)
     results = verify([package], [cp], strategies, pool=pool)
     assert [result.error for result in results if not result.ok] == []
     assert len(results) == len(strategies) * len(package.plan.probes) > 0
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", EIGHT)
 def test_ulysses_inside_a_ring(tmp_path: Path, pool: WorkerPool, model: str) -> None:
     package = _emit(tmp_path, model, 4, ["hybrid"], outer="ring")
     results = verify([package], [4], ["hybrid"], pool=pool)
@@ -53,7 +54,7 @@ def test_ulysses_inside_a_ring(tmp_path: Path, pool: WorkerPool, model: str) -> 
     assert len(results) == len(package.plan.probes) > 0
 
 
-@pytest.mark.parametrize("model", MODELS)
+@pytest.mark.parametrize("model", EIGHT)
 def test_ddp_gradients_are_those_of_one_process(tmp_path: Path, pool: WorkerPool, model: str) -> None:
     package = _emit(tmp_path, model, 2, ["ulysses"])
     first = package.plan.probes[0].name
