@@ -10,7 +10,7 @@ import shutil
 import sys
 import tempfile
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -21,7 +21,8 @@ if TYPE_CHECKING:
     from cpgen.runtime.checkpoint_content import ModelDescription
 
 DTYPES = ("float32", "float16", "bfloat16")
-_WRITTEN = re.compile(r"config\.json|diffusion_pytorch_model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_WEIGHTS = re.compile(r"config\.json|diffusion_pytorch_model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+_ADAPTER = re.compile(r"pytorch_lora_weights\.safetensors")
 
 
 def export_command(
@@ -34,7 +35,7 @@ def export_command(
     config: Path | None,
     force: bool,
 ) -> list[Path]:
-    """Write the model of `checkpoint` into `directory`, all of it or nothing; returns the paths written.
+    """Write the model of `checkpoint`, or its adapter, into `directory`, all of it or nothing; returns the paths.
 
     Files are staged beside `directory` and swapped in at the end. With `force` other files in `directory` stay. Raises
     CpgenError for input that cannot be used, and if the checkpoint is damaged or the disk full.
@@ -44,7 +45,7 @@ def export_command(
     import torch
 
     from cpgen.runtime.checkpoint_weights import CheckpointWeights, find_checkpoint
-    from cpgen.runtime.export import export_weights
+    from cpgen.runtime.export import export_adapter, export_weights
 
     _check_place(directory, force)
     try:
@@ -64,15 +65,15 @@ def export_command(
             file=sys.stderr,
             hidden=not sys.stderr.isatty(),
         ) as progress:
-            names = export_weights(
-                weights,
-                staged,
-                description,
-                dtype=None if dtype is None else getattr(torch, dtype),
-                max_shard_size=max_shard_size,
-                on_tensor=progress.update,
-            )
-        _keep_others(directory, staged)
+            options: dict[str, Any] = {
+                "dtype": None if dtype is None else getattr(torch, dtype),
+                "on_tensor": progress.update,
+            }
+            if description.adapters:
+                names = export_adapter(weights, staged, description, **options)
+            else:
+                names = export_weights(weights, staged, description, max_shard_size=max_shard_size, **options)
+        _keep_others(directory, staged, _ADAPTER if description.adapters else _WEIGHTS)
         swap(staged, directory)
     except ValueError as error:
         raise _failure(error) from None
@@ -147,12 +148,12 @@ def _kept_in_fp32(class_name: str) -> tuple[str, ...]:
     return (kept,) if isinstance(kept, str) else tuple(kept)
 
 
-def _keep_others(directory: Path, staged: Path) -> None:
-    """Bring what is in the directory besides a set of weights into the staged one."""
+def _keep_others(directory: Path, staged: Path, replaced: re.Pattern[str]) -> None:
+    """Bring what is in the directory into the staged one, but for files that are replaced."""
     if not directory.is_dir():
         return
     for path in directory.iterdir():
-        if _WRITTEN.fullmatch(path.name):
+        if replaced.fullmatch(path.name):
             continue
         if path.is_dir() and not path.is_symlink():
             shutil.copytree(path, staged / path.name, symlinks=True, copy_function=_link)

@@ -33,11 +33,13 @@ from .checkpoint_content import (
     check_files,
     describe_model,
     rank_share,
+    read_description,
     read_metadata,
     storage_entries,
     write_description,
 )
 from .checkpoint_writer import AsyncSave, quiet, reason, write, write_in_background
+from .lora import adapters_of, frozen_base
 from .mesh import data_rank, mesh_of
 from .random_state import from_bytes, to_bytes
 from .step_directory import abandon, find_step, make_room, step_path
@@ -61,7 +63,8 @@ def save_checkpoint(
 
     Saved are the model under its own parameter names, the optimizer, the random state of every data rank, and `extra`:
     objects with state_dict and load_state_dict, or plain values. States that hold DTensors are saved sharded; others
-    once if all data ranks have the same, else (a dataloader's position) once per data rank.
+    once if all data ranks have the same, else (a dataloader's position) once per data rank. Of a model with adapters
+    the base's frozen parameters are left out.
     With `keep`, all but this and the latest others are deleted once this one is complete. With `asynchronous` the state
     is copied to host memory and written by a thread; the handle's `wait` ends it, and so does the next save or load.
     Raises ValueError on every rank if the directory can't be written, or if the asynchronous save before this one
@@ -122,6 +125,7 @@ def load_checkpoint(
     target = _target_state(model, optimizer, metadata)
     rank, size = _data_rank(model)
     try:
+        on_every_rank(lambda: _check_adapters(path, model))
         on_every_rank(lambda: _check_content(path, metadata, target, extra, size))
         on_every_rank(lambda: check_files(path, rank_share(storage_entries(metadata))))
     except ValueError:
@@ -136,10 +140,11 @@ def load_checkpoint(
     try:
         with quiet():
             load(target, checkpoint_id=path, process_group=control_group())
-        set_model_state_dict(model, target["model"])
+        # Not strict: an adapter's base is not in it, and a parameter that never had a gradient has no state.
+        options = StateDictOptions(strict=False)
+        set_model_state_dict(model, target["model"], options=options)
         if optimizer is not None:
-            # Not strict: a parameter that never had a gradient has no state.
-            set_optimizer_state_dict(model, optimizer, target["optimizer"], options=StateDictOptions(strict=False))
+            set_optimizer_state_dict(model, optimizer, target["optimizer"], options=options)
     except (CheckpointException, RuntimeError, KeyError) as error:
         raise ValueError(f"{path} was loaded in part only, do not use the model: {reason(error)}") from error
     for name, saved in target["extra"].items():
@@ -161,7 +166,7 @@ def _saved_state(
     """Everything that is saved, by the names it has in the checkpoint."""
     _reshard(model)
     rank, _ = _data_rank(model)
-    state: dict[str, Any] = {"model": get_model_state_dict(model), "extra": {}}
+    state: dict[str, Any] = {"model": _model_state(model), "extra": {}}
     state["rng"] = {str(rank): to_bytes(random_state.capture())}
     if optimizer is not None:
         unused = not optimizer.state
@@ -184,12 +189,18 @@ def _saved_state(
     return state
 
 
+def _model_state(model: torch.nn.Module) -> dict[str, Any]:
+    """The model's state. The frozen base of adapters is left out: it is on disk already, and much larger."""
+    frozen = frozen_base(model)
+    return {name: tensor for name, tensor in get_model_state_dict(model).items() if name not in frozen}
+
+
 def _target_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, metadata: Metadata
 ) -> dict[str, Any]:
     """Model and optimizer state to load into, without the optimizer state that the checkpoint does not have."""
     _reshard(model)
-    target: dict[str, Any] = {"model": get_model_state_dict(model)}
+    target: dict[str, Any] = {"model": _model_state(model)}
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)  # with gradients, torch would not lay the optimizer's state out
         target["optimizer"] = get_optimizer_state_dict(model, optimizer)
@@ -204,6 +215,18 @@ def _target_state(
 def _check_shared(path: Path) -> None:
     if not path.is_dir():
         raise ValueError(f"rank 0 made {path}, but not every rank sees it; use a directory that all hosts share")
+
+
+def _check_adapters(path: Path, model: torch.nn.Module) -> None:
+    description = read_description(path)
+    if description is None:
+        return
+    saved = description.adapters.keys()
+    if saved != (present := adapters_of(model).keys()):
+        raise ValueError(
+            f"{path} was saved with the adapters {sorted(saved)}, the model has {sorted(present)}: add them before "
+            f"parallelize (add_adapter, or load_pretrained's prepare)"
+        )
 
 
 def _check_content(

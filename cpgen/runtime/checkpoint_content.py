@@ -6,7 +6,7 @@ import io
 import json
 import zipfile
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata
 
 from .agreement import control_group
+from .lora import Adapter, adapters_of, trained_base
 from .step_directory import METADATA, write_durably
 from .weight_files import config_json
 
@@ -30,7 +31,9 @@ class ModelDescription:
 
     config: str  # the text of diffusers' config.json
     kept_in_fp32: tuple[str, ...]  # components of names whose tensors no dtype changes
-    tensors: tuple[str, ...]  # all names, in the model's order
+    tensors: tuple[str, ...]  # all names that are saved, in the model's order
+    adapters: dict[str, Adapter] = field(default_factory=dict)  # by name; the base's frozen weights are not saved then
+    trained_base: tuple[str, ...] = ()  # parameters that train besides adapters
 
     def keeps_in_fp32(self, name: str) -> bool:
         return any(component in self.kept_in_fp32 for component in name.split("."))
@@ -41,7 +44,13 @@ def describe_model(model: torch.nn.Module, tensors: Iterable[str]) -> ModelDescr
     if not hasattr(model, "to_json_string"):
         return None
     kept = getattr(model, "_keep_in_fp32_modules", None) or ()
-    return ModelDescription(config_json(model), (kept,) if isinstance(kept, str) else tuple(kept), tuple(tensors))
+    return ModelDescription(
+        config_json(model),
+        (kept,) if isinstance(kept, str) else tuple(kept),
+        tuple(tensors),
+        adapters_of(model),
+        tuple(trained_base(model)),
+    )
 
 
 def write_description(path: Path, description: ModelDescription | None) -> None:
@@ -64,13 +73,14 @@ def read_description(path: Path) -> ModelDescription | None:
         content: dict[str, Any] = json.loads(text)
         if not isinstance(content["config"], dict):
             raise TypeError("config is not an object")
-        names = [content["kept_in_fp32"], content["tensors"]]
+        names = [content["kept_in_fp32"], content["tensors"], content.get("trained_base", [])]
         if not all(isinstance(part, list) and all(isinstance(name, str) for name in part) for part in names):
-            raise TypeError("kept_in_fp32 and tensors are not lists of names")
-    except (ValueError, KeyError, TypeError) as error:
+            raise TypeError("kept_in_fp32, tensors or trained_base is no list of names")
+        adapters = {name: Adapter(**adapter) for name, adapter in content.get("adapters", {}).items()}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{file} is damaged or not a checkpoint's: {error!r}") from error
     config = json.dumps(content["config"], indent=2, sort_keys=True) + "\n"
-    return ModelDescription(config, tuple(names[0]), tuple(names[1]))
+    return ModelDescription(config, tuple(names[0]), tuple(names[1]), adapters, tuple(names[2]))
 
 
 def read_metadata(path: Path) -> Metadata:

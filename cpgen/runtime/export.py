@@ -9,6 +9,7 @@ import torch
 
 from .checkpoint_content import DESCRIPTION, ModelDescription
 from .checkpoint_weights import CheckpointWeights
+from .lora import LORA_FILE, choose_adapter, write_adapter
 from .weight_files import CONFIG, split_into_files, write_index, write_tensors
 
 
@@ -43,6 +44,35 @@ def export_weights(
     index = write_index(files, sizes, directory)
     (directory / CONFIG).write_text(description.config, encoding="utf-8")
     return [CONFIG, *files, *index]
+
+
+def export_adapter(
+    checkpoint: CheckpointWeights,
+    directory: Path,
+    description: ModelDescription,
+    *,
+    dtype: torch.dtype | None = None,
+    on_tensor: Callable[[int], None] | None = None,
+) -> list[str]:
+    """Write the only adapter in `checkpoint` as diffusers' save_lora_weights does into the empty `directory`.
+
+    Returns the file's name. `dtype` casts the adapter. Raises ValueError if there are several adapters, it is one that
+    pipelines don't load, or other parameters trained with it; otherwise as `export_weights`.
+    """
+    _ordered_names(checkpoint, description)
+    name, adapter = choose_adapter(description.adapters, None, f"{checkpoint.path} can't be exported: it")
+    if description.trained_base:
+        raise ValueError(
+            f"{checkpoint.path} can't be exported as the adapter {name!r}, since these trained, too: "
+            f"{', '.join(description.trained_base)}; load it, and write the adapter alone with save_lora"
+        )
+    tensors = {}
+    for key, own_name in adapter.tensors.items():
+        tensors[key] = _read(checkpoint, own_name, dtype or checkpoint.tensors[own_name].properties.dtype)
+        if on_tensor is not None:
+            on_tensor(checkpoint.saved_bytes(own_name))
+    write_adapter(adapter, tensors, directory / LORA_FILE)
+    return [LORA_FILE]
 
 
 def _read(checkpoint: CheckpointWeights, name: str, dtype: torch.dtype) -> torch.Tensor:

@@ -28,10 +28,10 @@ def split_into_files(sizes: dict[str, int], max_shard_size: int | str) -> dict[s
     return {f"{STEM}-{i:05d}-of-{len(shards):05d}.safetensors": names for i, names in enumerate(shards, start=1)}
 
 
-def write_tensors(tensors: dict[str, torch.Tensor], path: Path) -> None:
-    """Write one safetensors file. Raises OSError."""
+def write_tensors(tensors: dict[str, torch.Tensor], path: Path, metadata: Mapping[str, str] | None = None) -> None:
+    """Write one safetensors file; `metadata` goes into its header. Raises OSError."""
     try:
-        save_file(tensors, path, metadata={"format": "pt"})
+        save_file(tensors, path, metadata={"format": "pt", **(metadata or {})})
     except SafetensorError as error:  # it wraps the system's errors
         raise OSError(str(error)) from error
 

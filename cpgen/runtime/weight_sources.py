@@ -70,6 +70,11 @@ class SavedModel(CheckpointWeights):
         """Raises ValueError if the checkpoint is damaged, or does not say which model it holds."""
         super().__init__(path)
         description = read_description(path)
+        if description is not None and description.adapters:
+            raise ValueError(
+                f"{path} is a checkpoint of adapters ({', '.join(description.adapters)}): load the base model's "
+                f"weights with load_pretrained, add the adapters in its `prepare`, and then call load_checkpoint"
+            )
         if description is not None:
             self.described_by = path / DESCRIPTION
             self.config = json.loads(description.config)

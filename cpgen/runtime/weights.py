@@ -7,7 +7,8 @@ import os
 import re
 import shutil
 import uuid
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -19,6 +20,8 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 
 from .agreement import is_first_rank, on_every_rank, on_first_rank
 from .data_parallel import kept_in_fp32
+from .lora import LORA_FILE, adapters_of, choose_adapter, trained_base, write_adapter
+from .meta import parameters_on_meta, prepare_on_meta
 from .quiet import without_redistribution_remarks
 from .weight_files import CONFIG, INDEX, SHARD, SINGLE, config_json, split_into_files, write_index, write_tensors
 from .weight_sources import SavedModel, WeightSource, open_source
@@ -39,10 +42,15 @@ def save_pretrained(
     tensors, but for those that the class keeps in fp32. A parameter of several names is written under each, since
     diffusers looks for each. The files are staged and moved into place, the one that a loader looks for last, so a
     crash leaves no set that loads but is half written.
-    Raises ValueError on every rank if `directory` can't be written.
+    Raises ValueError on every rank if `directory` can't be written, or if the model has adapters.
     """
     directory = Path(directory)
     state = model.state_dict()
+    if any("base_layer" in name.split(".") for name in state):
+        raise ValueError(
+            f"the model has peft's layers (adapters: {', '.join(adapters_of(model)) or 'none'}), under names that plain "
+            f"diffusers does not know: write the adapters with save_lora, and fuse them in diffusers if need be"
+        )
     dtypes = {name: _stored_dtype(model, name, tensor, dtype) for name, tensor in state.items()}
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in state.items()}
     files = split_into_files(sizes, max_shard_size)
@@ -70,6 +78,38 @@ def save_pretrained(
         on_first_rank(finish, f"{directory} can't be written")
 
 
+def save_lora(model: torch.nn.Module, directory: str | os.PathLike[str], *, adapter_name: str | None = None) -> None:
+    """Write an adapter of `model` as diffusers' save_lora_weights does. Collective: rank 0 writes.
+
+    `adapter_name` is not needed if there is one adapter only. Nothing but its tensors is gathered. The file replaces an
+    older one in `directory` once it is complete.
+    Raises ValueError on every rank if there is no such adapter, if it is none that pipelines load, or if `directory`
+    can't be written.
+    """
+    path = Path(directory) / LORA_FILE
+    name, adapter = choose_adapter(adapters_of(model), adapter_name, "the model")
+    state = model.state_dict()
+    tensors = {}
+    for key, own_name in adapter.tensors.items():
+        tensor = _full(state[own_name])
+        if is_first_rank():
+            tensors[key] = tensor.to("cpu").contiguous()
+    if (trained := trained_base(model)) and is_first_rank():
+        warnings.warn(f"{path} holds the adapter {name!r} only; these train, too: {', '.join(trained)}", stacklevel=3)
+
+    def write() -> None:
+        staged = path.with_name(f".{path.name}-{uuid.uuid4().hex}")
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_adapter(adapter, tensors, staged)
+            staged.replace(path)
+        finally:
+            with contextlib.suppress(OSError):
+                staged.unlink(missing_ok=True)
+
+    on_first_rank(write, f"{path} can't be written")
+
+
 def load_pretrained(
     model_class: type[ModelT],
     directory: str | os.PathLike[str],
@@ -77,6 +117,7 @@ def load_pretrained(
     parallelize: Callable[..., ModelT],
     *,
     dtype: torch.dtype | None = None,
+    prepare: Callable[[ModelT], object] | None = None,
     **options: Any,
 ) -> ModelT:
     """Build `model_class` from a local directory, wrapped by `parallelize(model, mesh, **options)`. Collective.
@@ -86,18 +127,26 @@ def load_pretrained(
     No rank holds the whole model: parameters are built without storage, and each rank then reads its parts. `dtype` is
     what parameters are stored in, but for those that the class keeps in fp32; None is what the class builds. Names
     that are one parameter in the class stay one; the files may hold it under each of the names, or under one.
+    `prepare(model)` is called before the model is wrapped, on every rank, to add adapters: `model.add_adapter(config)`
+    or `model.load_lora_adapter(file)`. The model has no weights then, but adapters get their values from it.
     The model is in eval mode, as after from_pretrained.
     Raises ValueError on every rank if keys are missing, unexpected or of another shape (all are listed), if a file is
-    missing or damaged, or a checkpoint holds another class. Pickled weights (.bin) are never read.
+    missing or damaged, a checkpoint holds another class, or `prepare` fails. Pickled weights (.bin) are never read.
     """
     source = open_source(Path(directory))
     model = on_every_rank(partial(_build_on_meta, model_class, source))
     _cast_parameters(model, dtype)
-    stored = on_every_rank(partial(_stored_names, model, source))
+    names = on_every_rank(partial(_names_in_files, model, source))
+    if prepare is not None:
+        on_every_rank(partial(prepare_on_meta, model, prepare))
+    stored = {name: names[tensor] for name, tensor in model.state_dict(keep_vars=True).items() if tensor in names}
     model = parallelize(model, mesh, **options)
     device = torch.device("cpu") if options.get("cpu_offload") else _device(mesh)
-    _allocate(model, dtype, device)
+    _allocate(model, stored, dtype, device)
     on_every_rank(partial(_read, model, source, stored))
+    for parameter in model.parameters():
+        if not isinstance(parameter, DTensor):  # an adapter's, with "none"
+            parameter.data = parameter.data.to(device)
     for module in model.modules():
         for key, buffer in module._buffers.items():
             if buffer is not None:
@@ -110,13 +159,13 @@ def _build_on_meta(model_class: type[ModelT], source: WeightSource) -> ModelT:
     saved_class = source.config.get("_class_name", model_class.__name__)
     if isinstance(source, SavedModel) and saved_class != model_class.__name__:
         raise ValueError(f"{source.path} is a checkpoint of {saved_class}, not of {model_class.__name__}")
-    with _parameters_on_meta():
+    with parameters_on_meta():
         model: ModelT = model_class.from_config(source.config)  # type: ignore[attr-defined]
     return model
 
 
-def _stored_names(model: torch.nn.Module, source: WeightSource) -> dict[str, list[str]]:
-    """What each name of the model's state is called in the files: by several names if the class has it under several.
+def _names_in_files(model: torch.nn.Module, source: WeightSource) -> dict[torch.Tensor, list[str]]:
+    """What each tensor of the model's state is called in the files: several names if the class has it under several.
 
     Raises one ValueError with all keys that are missing, unexpected, or of another shape.
     """
@@ -143,27 +192,7 @@ def _stored_names(model: torch.nn.Module, source: WeightSource) -> dict[str, lis
             f"{source.path} does not hold the weights of {type(model).__name__} as {source.described_by.name} "
             f"describes it:\n  " + "\n  ".join(sorted(problems))
         )
-    return {name: present[tensor] for name, tensor in state.items()}
-
-
-@contextlib.contextmanager
-def _parameters_on_meta() -> Iterator[None]:
-    """Parameters made inside have no storage; buffers and plain tensors (rope tables) are real and keep their values.
-
-    Each is allocated for a moment, but its memory is never touched: the initialisers run on what replaced it.
-    """
-    register = torch.nn.Module.register_parameter
-
-    def register_on_meta(module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None) -> None:
-        register(module, name, parameter)
-        if parameter is not None and not parameter.is_meta:
-            module._parameters[name] = torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
-
-    torch.nn.Module.register_parameter = register_on_meta  # type: ignore[method-assign, assignment]
-    try:
-        yield
-    finally:
-        torch.nn.Module.register_parameter = register  # type: ignore[method-assign]
+    return present
 
 
 def _cast_parameters(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
@@ -171,10 +200,14 @@ def _cast_parameters(model: torch.nn.Module, dtype: torch.dtype | None) -> None:
         parameter.data = parameter.data.to(_stored_dtype(model, name, parameter, dtype))
 
 
-def _allocate(model: torch.nn.Module, dtype: torch.dtype | None, device: torch.device) -> None:
-    """Give the parameters and persistent buffers of the wrapped `model` memory for this rank's parts."""
+def _allocate(
+    model: torch.nn.Module, stored: dict[str, list[str]], dtype: torch.dtype | None, device: torch.device
+) -> None:
+    """Give what is `stored` of the wrapped `model` memory for this rank's parts."""
     made: dict[torch.Tensor, torch.Tensor] = {}
-    for name, target in model.state_dict(keep_vars=True).items():
+    state = model.state_dict(keep_vars=True)
+    for name in stored:
+        target = state[name]
         if target not in made:
             # Persistent buffers are cast too, as diffusers does; parameters have their dtype already.
             empty = _empty_like(target, _stored_dtype(model, name, target, dtype), device)
@@ -186,8 +219,9 @@ def _allocate(model: torch.nn.Module, dtype: torch.dtype | None, device: torch.d
 
 def _read(model: torch.nn.Module, source: WeightSource, stored: dict[str, list[str]]) -> None:
     """Fill what `_allocate` made. In place: FSDP has padded parts of uneven size in memory of its own."""
-    for name, tensor in model.state_dict().items():
-        first, *others = stored[name]
+    state = model.state_dict()
+    for name, (first, *others) in stored.items():
+        tensor = state[name]
         source.read(first, tensor)
         for other in others:
             same = torch.empty_like(tensor)

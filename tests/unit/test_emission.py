@@ -164,7 +164,7 @@ def test_names_that_the_package_offers(model: str) -> None:
     )
     assert set(offered) == {
         made.target.class_name, "CP_DEGREE", "TP_DEGREE", "build_mesh", "parallelize",
-        "save_checkpoint", "load_checkpoint", "save_pretrained", "load_pretrained",
+        "save_checkpoint", "load_checkpoint", "save_pretrained", "load_pretrained", "save_lora",
     }  # fmt: skip
 
 

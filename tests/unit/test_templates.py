@@ -111,6 +111,7 @@ def test_the_package_offers_what_the_contract_says():
         "load_checkpoint",
         "save_pretrained",
         "load_pretrained",
+        "save_lora",
     }
     parallelize = signatures("parallelize.py")
     assert parallelize["build_mesh"] == (
