@@ -40,7 +40,7 @@ class Checkpointer:
     not be complete by then.
 
     Two things are warned of, once each: later steps than the first one saved, since `load` would take those; and cp or
-    tp peers whose random state differs when a checkpoint is written, since they have trained on different noise.
+    tp peers whose random state differs when a checkpoint is written, since they may have trained on different noise.
     """
 
     def __init__(
@@ -169,7 +169,7 @@ class Checkpointer:
             generators = ", ".join(sorted({name for _, name in differing}))
             warnings.warn(
                 f"cp or tp peers draw different random numbers (the generators of {generators}; data rank "
-                f"{min(differing)[0]}): they have trained on different noise or timesteps. Call seed_everything, and "
+                f"{min(differing)[0]}): noise or timesteps from these differ within a group. Call seed_everything, and "
                 f"draw on all ranks or on none: what only rank 0 draws, such as samples to look at, sets it apart",
                 stacklevel=3,
             )

@@ -74,6 +74,27 @@ def train(emitted: Emitted, axes: dict[str, int], options: dict[str, Any], expor
     return done
 
 
+def accumulate(emitted: Emitted, axes: dict[str, int], options: dict[str, Any]) -> tuple[float, float, float]:
+    """Two micro-batches, reduced after the second: errors of gradients, of their norm, and of clipped gradients."""
+    reference, model, package = reference_and_model(emitted, emitted.probe())
+    mesh = package.build_mesh("cpu", **axes)
+    model = package.parallelize(model, mesh, reduce_dtype=torch.float64, **options)
+    rank, size = data_rank(mesh)
+    for micro in range(2):
+        model.set_requires_gradient_sync(micro == 1)
+        (loss_of(run(model, to_float64(build_inputs(emitted.probe(), 2 * rank + micro)))) / 2).backward()
+    for seed in range(2 * size):
+        (loss_of(run(reference, to_float64(build_inputs(emitted.probe(), seed)))) / (2 * size)).backward()
+    expected = gradients(reference)
+    error = worst(whole_gradients(model), expected)
+    norms = [float(whole(torch.nn.utils.clip_grad_norm_(each.parameters(), 0.5))) for each in (model, reference)]
+    return error, abs(norms[0] - norms[1]) / norms[1], worst(whole_gradients(model), gradients(reference))
+
+
+def whole_gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {name: whole(p.grad) for name, p in model.named_parameters() if p.grad is not None}
+
+
 def train_in_one_process(emitted: Emitted, ranks: list[Trained]) -> tuple[list[float], dict[str, Tensor]]:
     """(loss of each step, weights) of the unmodified class on what one rank of each data rank saw, averaged."""
     model, _, _ = reference_and_model(emitted, emitted.probe())

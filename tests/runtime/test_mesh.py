@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import random
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -177,6 +179,22 @@ def test_a_mesh_of_some_of_the_axes(fake_ranks):
 def test_a_seed_is_a_whole_number(seed):
     with pytest.raises(ValueError, match="is not a whole number"):
         seed_everything(seed, SimpleNamespace(mesh_dim_names=(), shape=()))
+
+
+def test_one_call_seeds_every_generator(fake_ranks):
+    """The same again for the same data rank and for its peers, others for another seed and another data rank."""
+
+    def draws(rank: int, seed: int) -> tuple[float, float, float]:
+        fake_ranks(8, rank)
+        seed_everything(seed, build_mesh("cpu", cp=2, tp=2, dp_replicate=2))
+        dist.destroy_process_group()
+        return random.random(), float(np.random.rand()), torch.rand(()).item()
+
+    first = draws(0, 7)
+    assert first == draws(0, 7) == draws(1, 7) == draws(2, 7) == draws(3, 7)
+    second, other = draws(4, 7), draws(0, 8)
+    assert second == draws(7, 7)
+    assert all(len(set(drawn)) == 3 for drawn in zip(first, second, other, strict=True))
 
 
 def test_one_rank(fake_ranks):

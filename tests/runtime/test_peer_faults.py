@@ -174,6 +174,13 @@ def test_data_ranks_see_each_sample_once(trained: list[Trained]) -> None:
     assert len(set(noise)) == len(noise)
 
 
+@pytest.mark.parametrize("layout", ["fsdp-cp", "cp-alone-ddp", "hsdp-cp", "hsdp"])
+def test_gradients_add_up_over_micro_batches(pool: WorkerPool, packages: dict[int, Emitted], layout: str) -> None:
+    cp, axes, options = LAYOUTS[layout].cp, LAYOUTS[layout].axes, LAYOUTS[layout].options
+    for errors in pool.run(cases.accumulate, packages[cp], axes, options):
+        assert max(errors) <= TOLERANCE
+
+
 def test_weights_saved_under_fsdp_load_into_the_unmodified_class(
     pool: WorkerPool, packages: dict[int, Emitted], tmp_path: Path
 ) -> None:
