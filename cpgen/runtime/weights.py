@@ -48,8 +48,8 @@ def save_pretrained(
     state = model.state_dict()
     if any("base_layer" in name.split(".") for name in state):
         raise ValueError(
-            f"the model has peft's layers (adapters: {', '.join(adapters_of(model)) or 'none'}), under names that plain "
-            f"diffusers does not know: write the adapters with save_lora, and fuse them in diffusers if need be"
+            f"the model has peft's layers (adapters: {', '.join(adapters_of(model)) or 'none'}), under names that "
+            f"plain diffusers does not know: write the adapters with save_lora, and fuse them in diffusers if need be"
         )
     dtypes = {name: _stored_dtype(model, name, tensor, dtype) for name, tensor in state.items()}
     sizes = {name: tensor.numel() * dtypes[name].itemsize for name, tensor in state.items()}
