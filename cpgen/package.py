@@ -316,6 +316,7 @@ def _glue(
         "ulysses_degree": strategy.ulysses_degree,
         "load_balance": strategy.load_balance,
         "blocks": list(plan.blocks),
+        "called_alone": list(operation.called_alone),
         "heads": plan.heads if _has_config(target) else None,
         "processors": [{"module": item.module, "name": item.name} for item in operation.processors],
         "runtime": runtime,

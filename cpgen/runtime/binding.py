@@ -171,6 +171,16 @@ def bind_context_parallel(
     binding.check_attention()
 
 
+def use_processors(block_lists: Iterable[torch.nn.Module], *processors: type) -> None:
+    """Replace the attention processors of diffusers inside of the blocks by this package's of the same name."""
+    by_name = {processor.__name__: processor for processor in processors}
+    for blocks in block_lists:
+        for module in blocks.modules():
+            processor = getattr(module, "processor", None)
+            if type(processor).__module__.startswith("diffusers.") and type(processor).__name__ in by_name:
+                module.set_processor(by_name[type(processor).__name__]())  # type: ignore[operator]
+
+
 def begin_region(model: torch.nn.Module) -> Region | LocalRegion:
     """Start the region of one forward of `model`."""
     binding: Binding | None = getattr(model, ATTRIBUTE, None)

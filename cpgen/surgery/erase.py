@@ -29,12 +29,13 @@ _CP = re.compile(r"cp(_\d+)?")
 WRAPPERS = {"pin", "shard", "gather", "heads_to_seq", "mask_heads", "mask_rows", "ring_attention", "own_queries"}
 
 
-def erase(text: str) -> ast.Module:
-    """The syntax tree of an emitted file without its marked edits."""
+def erase(text: str, bound: frozenset[str] | set[str] = frozenset()) -> ast.Module:
+    """The syntax tree of an emitted file without its marked edits. Imports that bind a name of `bound`, those that
+    upstream's file binds, are no edits."""
     tree = ast.parse(text)
     tokens = tokenize.generate_tokens(io.StringIO(text).readline)
     marked = {token.start[0] for token in tokens if token.type == tokenize.COMMENT and MARK in token.string}
-    erased = _Eraser(marked).visit(tree)
+    erased = _Eraser(marked, bound).visit(tree)
     assert isinstance(erased, ast.Module)
     return erased
 
@@ -47,7 +48,7 @@ def difference(
     `names` limits the comparison to those definitions, for a file that carries only some of them. `local` maps the
     package's modules to the upstream modules that they stand for.
     """
-    ours, theirs = erase(emitted), ast.parse(upstream.text)
+    ours, theirs = erase(emitted, upstream.bound), ast.parse(upstream.text)
     resolver = _Resolver(upstream, tree, local)
     if names is None:
         pairs: list[tuple[str, ast.AST | None, ast.AST | None]] = [(upstream.label, ours, theirs)]
@@ -86,8 +87,9 @@ def _future(tree: ast.Module) -> list[str]:
 
 
 class _Eraser(ast.NodeTransformer):
-    def __init__(self, marked: set[int]) -> None:
+    def __init__(self, marked: set[int], bound: frozenset[str] | set[str]) -> None:
         self._marked = marked
+        self._bound = bound
 
     def generic_visit(self, node: ast.AST) -> ast.AST:
         for field, value in ast.iter_fields(node):
@@ -106,7 +108,11 @@ class _Eraser(ast.NodeTransformer):
         if stmt.lineno not in self._marked or stmt.lineno != stmt.end_lineno:
             return False
         if isinstance(stmt, ast.ImportFrom):
-            return (stmt.module or "").endswith("runtime")
+            ours = (stmt.module or "").endswith("runtime") or stmt.level == 1
+            return ours and not any((alias.asname or alias.name) in self._bound for alias in stmt.names)
+        if isinstance(stmt, ast.Expr):
+            call = stmt.value
+            return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "use_processors"
         if not isinstance(stmt, ast.Assign):
             return False
         value = stmt.value.body if isinstance(stmt.value, ast.IfExp) else stmt.value

@@ -72,6 +72,15 @@ class Function:
         assert isinstance(node, ast.stmt)
         return node
 
+    def calls_into(self, lists: tuple[str, ...]) -> tuple[str, ...]:
+        """The paths of submodules of blocks that are called by themselves, as in self.blocks[0].norm.emb(...)."""
+        found = []
+        for node in self._in_order():
+            path = _path_into(node.func, lists) if isinstance(node, ast.Call) else None
+            if path is not None and path.count(".") > 1:
+                found.append(path)
+        return tuple(dict.fromkeys(found))
+
     def loops_over(self, attribute: str) -> list[ast.For]:
         """The loops whose iterable mentions `self.<attribute>`."""
         return [
@@ -193,3 +202,14 @@ def _target_names(target: ast.expr) -> set[str]:
     if isinstance(target, (ast.Tuple, ast.List)):
         return set().union(*(_target_names(item) for item in target.elts))
     return set()
+
+
+def _path_into(node: ast.expr, lists: tuple[str, ...]) -> str | None:
+    """The path of a module below one block of a list: self.blocks[0].norm is blocks.0.norm."""
+    if isinstance(node, ast.Attribute):
+        parent = _path_into(node.value, lists)
+        return None if parent is None else f"{parent}.{node.attr}"
+    if isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, int):
+        name = next((name for name in lists if is_self_attribute(node.value, name)), None)
+        return None if name is None else f"{name}.{node.slice.value}"
+    return None

@@ -44,6 +44,7 @@ class Processor:
 class Operation:
     files: tuple[EditedFile, ...]
     processors: tuple[Processor, ...]
+    called_alone: tuple[str, ...]  # paths of submodules of blocks that the model's forward calls
 
 
 def operate(target: Target, plan: Plan, exchange: Exchange, runtime: str, tree: SourceTree) -> Operation:
@@ -59,6 +60,7 @@ def operate(target: Target, plan: Plan, exchange: Exchange, runtime: str, tree: 
         raise fail("CP503", f"{main.label} holds marked edits of cpgen already", place, help="emit from the original")
     _check_class(target, plan, findings)
     owners = {entry.owner: _owner(entry, target, tree, findings) for entry in plan.attention}
+    defaults = [name for name, found in owners.items() if found is not None and not _is_near(name, target, tree)]
     edits: dict[str, list[Edit]] = {main.name: []}
     imported: dict[str, set[str]] = {main.name: {"begin_region"}}
     forward = method(main, target.node, "forward")
@@ -70,6 +72,9 @@ def operate(target: Target, plan: Plan, exchange: Exchange, runtime: str, tree: 
     if any(ast.unparse(base).endswith("ModelMixin") for base in target.node.bases):
         imported[main.name].add(REFUSAL)
         edits[main.name].append(_refusal(target))
+    if defaults:
+        imported[main.name].add("use_processors")
+        edits[main.name] += _use_processors(target, plan, [found for name in defaults if (found := owners[name])])
     carried = Carried()
     processors = []
     for entry in plan.attention:
@@ -104,20 +109,21 @@ def operate(target: Target, plan: Plan, exchange: Exchange, runtime: str, tree: 
         problem = difference(file.text, file.upstream, tree, names, local)
         if problem is not None:
             raise AssertionError(f"erasing the edits of {file.name} does not give back upstream's code: {problem}")
-    return Operation(tuple(files), tuple(processors))
+    return Operation(tuple(files), tuple(processors), forward.calls_into(plan.blocks))
 
 
 def _owner(entry: AttentionFunction, target: Target, tree: SourceTree, findings: list[Finding]) -> Function | None:
-    """The attention function of `entry`, in the model's file or in one that it imports from."""
+    """The attention function of `entry`: in the model's file, in one that it imports from (SD3's blocks bring their
+    processor), or in one that those import from (blocks whose attention has a default processor)."""
     main = target.module
-    found = tree.resolve(main, entry.owner) if entry.owner in {**main.definitions, **main.imported} else None
-    if found is None:
-        # Not named in the model's file: look where the things it imports live (SD3's blocks bring their processor).
-        for origin in sorted({origin for origin, inner in main.imported.values() if inner is not None}):
-            near = tree.find(origin) if origin.partition(".")[0] in (main.name.partition(".")[0], "diffusers") else None
-            if near is not None and entry.owner in near.text and entry.owner in {**near.definitions, **near.imported}:
-                found = tree.resolve(near, entry.owner)
-                break
+    seen = [main]
+    found = None
+    for module in seen:  # grows
+        if entry.owner in module.text and entry.owner in {**module.definitions, **module.imported}:
+            found = tree.resolve(module, entry.owner)
+            break
+        if module is main or module in _imported_modules(main, tree):
+            seen += [near for near in _imported_modules(module, tree) if near not in seen]
     node = found[0].definitions.get(found[1]) if found is not None else None
     if found is None or not isinstance(node, ast.ClassDef):
         classes = [name for name, item in main.definitions.items() if isinstance(item, ast.ClassDef)]
@@ -132,6 +138,21 @@ def _owner(entry: AttentionFunction, target: Target, tree: SourceTree, findings:
     message = f"{entry.owner} defines neither __call__ nor forward"
     findings.append(Finding("CP104", message, entry.location))
     return None
+
+
+def _imported_modules(module: SourceModule, tree: SourceTree) -> list[SourceModule]:
+    """The modules that `module` imports names from, in its own package or in diffusers."""
+    origins = sorted({origin for origin, inner in module.imported.values() if inner is not None})
+    tops = (module.name.partition(".")[0], "diffusers")
+    found = [tree.find(origin) for origin in origins if origin.partition(".")[0] in tops]
+    return [each for each in found if each is not None]
+
+
+def _is_near(owner: str, target: Target, tree: SourceTree) -> bool:
+    """Whether the class stands in the model's file or in one that it imports from: then what constructs it is carried
+    along with it."""
+    near = [target.module, *_imported_modules(target.module, tree)]
+    return any(owner in module.text and owner in {**module.definitions, **module.imported} for module in near)
 
 
 def _check_class(target: Target, plan: Plan, findings: list[Finding]) -> None:
@@ -210,6 +231,26 @@ def _refusal(target: Target) -> Insertion:
         line -= 1
     code = f"enable_parallelism = {REFUSAL}"
     return Insertion(line, target.module.indent(first), code, "diffusers' hooks would cut a second time")
+
+
+def _use_processors(target: Target, plan: Plan, functions: list[Function]) -> list[Edit]:
+    """The import of processors that nothing in the model's file constructs, and their use at the end of __init__:
+    blocks from diffusers' files construct the default ones of diffusers' Attention."""
+    constructor = method(target.module, target.node, "__init__")
+    if constructor is None:
+        place = target.module.location(target.node)
+        raise fail("CP504", f"{target.class_name} defines no __init__ of its own", place, note="it inherits it")
+    reason = "default processors, with context-parallel calls"
+    line = _behind_imports(target.module)
+    imports = [
+        Insertion(line, "", f"from .{function.module.path.stem} import {function.owner.name}", reason)
+        for function in functions
+    ]
+    last = constructor.node.body[-1]
+    blocks = ", ".join(f"self.{name}" for name in plan.blocks)
+    code = f"use_processors([{blocks}], {', '.join(function.owner.name for function in functions)})"
+    indent = target.module.indent(last)
+    return [*imports, Insertion((last.end_lineno or 0) + 1, indent, code, reason, follows=True)]
 
 
 def _runtime_import(line: int, names: set[str], runtime: str) -> Insertion:

@@ -123,6 +123,7 @@ def render(name: str, **context: Any) -> str:
         "ulysses_degree": 1,
         "load_balance": False,
         "blocks": ["transformer_blocks", "single_transformer_blocks"],
+        "called_alone": [],
         "heads": None,
         "processors": [],
         "runtime": "cpgen.runtime",
