@@ -13,7 +13,7 @@ from matplotlib.colors import LightSource
 from torch import Tensor
 from torch.utils.data import Dataset
 
-FRAMES, SIZE = 5, 80  # of a clip: frames, and pixels of a side
+FRAMES, SIZE = 5, 48  # of a clip: frames, and pixels of a side
 SUBJECTS = ("portrait of an officer", "relief of a mountain range", "scan of a head")
 PROMPTS = tuple(f"{motion}, {subject}" for subject in SUBJECTS for motion in ("zoom in", "zoom out", "right", "left"))
 

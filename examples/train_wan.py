@@ -47,10 +47,10 @@ warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a vi
 def parse_options() -> argparse.Namespace:
     parser = argparse.ArgumentParser()
     parser.add_argument("--directory", type=Path, default=Path("runs/wan"))
-    parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--batch-size", type=int, default=4, help="clips a step, over all ranks")
-    parser.add_argument("--save-every", type=int, default=20)
-    parser.add_argument("--lr", type=float, default=3e-3)
+    parser.add_argument("--steps", type=int, default=500)
+    parser.add_argument("--batch-size", type=int, default=12, help="clips a step, over all ranks")
+    parser.add_argument("--save-every", type=int, default=50)
+    parser.add_argument("--lr", type=float, default=1e-2)
     return parser.parse_args()
 
 
@@ -131,18 +131,18 @@ def main() -> None:
     torch.manual_seed(0)  # the same weights on every rank
     model = WanTransformer3DModel(
         num_attention_heads=4,
-        attention_head_dim=24,
+        attention_head_dim=32,
         in_channels=frozen.vae.config.z_dim,
         out_channels=frozen.vae.config.z_dim,
         text_dim=prompts.shape[-1],
         freq_dim=64,
-        ffn_dim=384,
-        num_layers=4,
+        ffn_dim=512,
+        num_layers=3,
         rope_max_seq_len=32,
     ).to(device)
     model.enable_gradient_checkpointing()
     model = parallelize(model, mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=options.lr, betas=(0.9, 0.99))
     schedule = LambdaLR(optimizer, lambda step: learning_rate(step, options.steps))
 
     _, data_ranks = data_rank(mesh)
