@@ -42,7 +42,8 @@ class AsyncSave:
 def write(state: dict[str, Any], path: Path, keep: int | None, *, background: bool = False) -> None:
     """Write `state` to the directory `path`, and prune when it is complete. Collective.
 
-    A save that fails leaves nothing behind, so that a full disk has its room back. Raises ValueError on every rank.
+    A save that fails leaves nothing behind, so that a full disk has its room back. Raises ValueError on every rank, or
+    KeyboardInterrupt if one of them was interrupted.
     """
     writer = FileSystemWriter(path, sync_files=False)  # _Files does
     writer.fs = _Files()
@@ -54,6 +55,10 @@ def write(state: dict[str, Any], path: Path, keep: int | None, *, background: bo
         if isinstance(error, CheckpointException) and is_first_rank():
             with contextlib.suppress(OSError):
                 abandon(path)
+        if isinstance(error, CheckpointException):  # DCP takes an interrupt for a failure like any other
+            for cause, _ in error.failures.values():
+                if isinstance(cause, KeyboardInterrupt):
+                    raise cause from error
         raise ValueError(f"the checkpoint {path} is incomplete and will not be loaded: {reason(error)}") from error
     failed = f"{path} is complete, but older checkpoints can't be deleted"
     on_first_rank(lambda: prune(path, keep), failed, background=background)

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint import filesystem
 
 from cpgen.runtime.agreement import control_group
 from cpgen.runtime.checkpoint import save_checkpoint
@@ -90,6 +91,24 @@ def test_a_given_step(tmp_path):
         assert saver.save(step)
     for step in (4, 2, 6):
         assert saver.load(step) == step and torch.equal(model.weight, weights[step])
+
+
+def test_an_interrupt_is_one_and_leaves_the_checkpoints_as_they_were(tmp_path, monkeypatch):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    model = torch.nn.Linear(2, 2)
+    saver = Checkpointer(tmp_path, model, every=1, keep=1)
+    saver.save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(filesystem, "_write_item", interrupted)
+        for step in (1, 2):  # one that steps aside for it, and a new one
+            with pytest.raises(KeyboardInterrupt):
+                saver.save(step)
+            assert [path.name for path in tmp_path.iterdir()] == ["step_1"]
+    assert saver.load() == 1
+    saver.save(3)
+    assert [path.name for path in tmp_path.iterdir()] == ["step_3"]
 
 
 def test_later_steps_of_another_run_are_kept_and_warned_of(tmp_path):
