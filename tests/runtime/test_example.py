@@ -66,10 +66,8 @@ class Workspace:
         finally:
             workers = workers_of(launcher)
             launcher.kill()
-            launcher.communicate()
-            for worker in workers:
-                if is_alive(worker):
-                    os.kill(worker, signal.SIGKILL)
+            end(workers)
+            launcher.communicate(timeout=TIMEOUT)
 
     def directory(self, name: str) -> Path:
         """The directory of the run `name`, with the components that prepare_wan.py wrote."""
@@ -93,6 +91,11 @@ def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
         return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
     except OSError:  # it has ended
         return []
+
+
+def end(workers: list[int]) -> None:
+    for worker in filter(is_alive, workers):
+        os.kill(worker, signal.SIGKILL)
 
 
 def is_alive(process: int) -> bool:
@@ -144,11 +147,12 @@ def test_killed_it_goes_on_with_the_same_losses_plot_and_weights(workspace: Work
         before = losses_in(lines_until(launcher, f"step {2 * SAVE_EVERY + 1} "))
         workers = workers_of(launcher)
         assert len(workers) == 4
-        launcher.send_signal(signal.SIGKILL)
+        launcher.kill()
         deadline = time.monotonic() + 20
-        while any(map(is_alive, workers)) and time.monotonic() < deadline:
+        while (alive := [*filter(is_alive, workers)]) and time.monotonic() < deadline:
             time.sleep(0.1)
-        assert not any(map(is_alive, workers))
+        end(alive)
+        assert not alive
     after = workspace.run(2, *command).splitlines()
     resumed = after[0]
     assert resumed in (f"resumed at step {SAVE_EVERY}", f"resumed at step {2 * SAVE_EVERY}")
