@@ -93,7 +93,7 @@ def write_adapter(adapter: Adapter, tensors: dict[str, torch.Tensor], path: Path
 
 
 def _as_json(config: dict[str, Any]) -> dict[str, Any]:
-    """Sets become sorted lists, so that the same adapter gives the same bytes."""
+    """Sets become sorted lists: JSON has none, and their order differs from process to process."""
     plain = {key: sorted(value) if isinstance(value, set) else value for key, value in config.items()}
     result: dict[str, Any] = json.loads(json.dumps(plain))
     return result
