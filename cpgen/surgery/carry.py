@@ -9,6 +9,9 @@ from cpgen.source import SourceModule, SourceTree
 from cpgen.surgery.edits import Edit, Insertion, apply_edits
 from cpgen.surgery.imports import Carried, import_rewrites, import_text
 
+# Diffusers, peft and users ask whether a module is one: a copy would not be.
+_NEVER_CARRIED = {("diffusers.models.attention_processor", "Attention")}
+
 
 def close_over(carried: Carried, main: SourceModule, tree: SourceTree) -> Carried:
     """`carried` plus every definition that `main` imports, or that comes along, and that refers to one of them.
@@ -26,12 +29,23 @@ def close_over(carried: Carried, main: SourceModule, tree: SourceTree) -> Carrie
             if module is None or module.name == main.name or not any(word in module.text for word in words):
                 continue
             for definition, node in module.definitions.items():
-                if result.has(name, definition):
+                if result.has(name, definition) or (name, definition) in _NEVER_CARRIED:
                     continue
                 if any(_is_carried(module, used, tree, result) for used in free_names(node)):
                     result.names.setdefault(name, set()).add(definition)
                     grew = True
     return result
+
+
+def constructed_nowhere(carried: Carried, main: SourceModule, tree: SourceTree) -> set[str]:
+    """The names of `carried` that neither `main` nor another carried definition refers to."""
+    used = {n.id for n in _running(main.tree) if isinstance(n, ast.Name)}
+    for module_name, names in carried.names.items():
+        module = tree.find(module_name)
+        assert module is not None
+        for name in names:
+            used |= free_names(module.definitions[name]) - {name}
+    return set().union(*carried.names.values()) - used
 
 
 def carried_file(module: SourceModule, names: set[str], edits: list[Edit], tree: SourceTree, carried: Carried) -> str:

@@ -11,7 +11,7 @@ from cpgen.plan import AttentionFunction, Plan
 from cpgen.source import SourceModule, SourceTree
 from cpgen.strategy import Exchange
 from cpgen.surgery.attention_edits import attention_edits
-from cpgen.surgery.carry import carried_file, close_over
+from cpgen.surgery.carry import carried_file, close_over, constructed_nowhere
 from cpgen.surgery.edits import MARK, Edit, Insertion, Wrap, apply_edits
 from cpgen.surgery.erase import difference
 from cpgen.surgery.functions import Function, attention_references, method, submodules
@@ -60,7 +60,6 @@ def operate(target: Target, plan: Plan, exchange: Exchange, runtime: str, tree: 
         raise fail("CP503", f"{main.label} holds marked edits of cpgen already", place, help="emit from the original")
     _check_class(target, plan, findings)
     owners = {entry.owner: _owner(entry, target, tree, findings) for entry in plan.attention}
-    defaults = [name for name, found in owners.items() if found is not None and not _is_near(name, target, tree)]
     edits: dict[str, list[Edit]] = {main.name: []}
     imported: dict[str, set[str]] = {main.name: {"begin_region"}}
     forward = method(main, target.node, "forward")
@@ -72,9 +71,6 @@ def operate(target: Target, plan: Plan, exchange: Exchange, runtime: str, tree: 
     if any(ast.unparse(base).endswith("ModelMixin") for base in target.node.bases):
         imported[main.name].add(REFUSAL)
         edits[main.name].append(_refusal(target))
-    if defaults:
-        imported[main.name].add("use_processors")
-        edits[main.name] += _use_processors(target, plan, [found for name in defaults if (found := owners[name])])
     carried = Carried()
     processors = []
     for entry in plan.attention:
@@ -97,6 +93,10 @@ def operate(target: Target, plan: Plan, exchange: Exchange, runtime: str, tree: 
     if findings:
         raise CpgenError(findings)
     carried = close_over(carried, main, tree)
+    unused = constructed_nowhere(carried, main, tree)
+    if defaults := [function for name, function in owners.items() if function is not None and name in unused]:
+        imported[main.name].add("use_processors")
+        edits[main.name] += _use_processors(target, plan, defaults)
     files = [_main_file(target, edits[main.name], imported[main.name], runtime, tree, carried)]
     for name in sorted(carried.names):
         carried_module = tree.find(name)
@@ -146,13 +146,6 @@ def _imported_modules(module: SourceModule, tree: SourceTree) -> list[SourceModu
     tops = (module.name.partition(".")[0], "diffusers")
     found = [tree.find(origin) for origin in origins if origin.partition(".")[0] in tops]
     return [each for each in found if each is not None]
-
-
-def _is_near(owner: str, target: Target, tree: SourceTree) -> bool:
-    """Whether the class stands in the model's file or in one that it imports from: then what constructs it is carried
-    along with it."""
-    near = [target.module, *_imported_modules(target.module, tree)]
-    return any(owner in module.text and owner in {**module.definitions, **module.imported} for module in near)
 
 
 def _check_class(target: Target, plan: Plan, findings: list[Finding]) -> None:

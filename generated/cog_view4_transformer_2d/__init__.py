@@ -4,7 +4,7 @@
 # regenerate: cpgen emit --model CogView4Transformer2DModel
 """CogView4Transformer2DModel, parallelized."""
 
-from .checkpoint import load_checkpoint, load_pretrained, save_checkpoint, save_pretrained
+from .checkpoint import load_checkpoint, load_pretrained, save_checkpoint, save_lora, save_pretrained
 from .parallelize import CP_DEGREE, TP_DEGREE, build_mesh, parallelize
 from .transformer_cogview4 import CogView4Transformer2DModel
 
@@ -17,5 +17,6 @@ __all__ = [
     "load_pretrained",
     "parallelize",
     "save_checkpoint",
+    "save_lora",
     "save_pretrained",
 ]

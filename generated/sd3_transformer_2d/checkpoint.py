@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,17 +68,29 @@ def save_pretrained(
     weights.save_pretrained(model, directory, dtype=dtype, max_shard_size=max_shard_size)
 
 
+def save_lora(
+    model: SD3Transformer2DModel,
+    directory: str | os.PathLike[str],
+    *,
+    adapter_name: str | None = None,
+) -> None:
+    """Write an adapter (the only one, or by name) as pipelines' load_lora_weights reads it. Every rank calls it."""
+    weights.save_lora(model, directory, adapter_name=adapter_name)
+
+
 def load_pretrained(
     directory: str | os.PathLike[str],
     mesh: DeviceMesh,
     *,
     dtype: torch.dtype | None = None,
+    prepare: Callable[[SD3Transformer2DModel], object] | None = None,
     **options: Any,
 ) -> SD3Transformer2DModel:
-    """Build the model from a diffusers directory, parallelized on `mesh`. Every rank reads only its part of the files.
+    """Build the model from a directory, parallelized on `mesh`. Every rank reads only its part of the files.
 
-    `options` are those of `parallelize`. Raises ValueError if keys are missing, unexpected or of another shape, or a
-    file is damaged.
+    `directory` is one of diffusers, or of save_checkpoint (of which only the model is read). `prepare` adds adapters:
+    it is called with the model before that has weights. `options` are those of `parallelize`. Raises ValueError if keys
+    are missing, unexpected or of another shape, or a file is damaged.
     """
     return weights.load_pretrained(
         SD3Transformer2DModel,
@@ -85,5 +98,6 @@ def load_pretrained(
         mesh,
         parallelize,
         dtype=dtype,
+        prepare=prepare,
         **options,
     )

@@ -4,7 +4,7 @@
 # regenerate: cpgen emit --model WanTransformer3DModel
 """WanTransformer3DModel, parallelized."""
 
-from .checkpoint import load_checkpoint, load_pretrained, save_checkpoint, save_pretrained
+from .checkpoint import load_checkpoint, load_pretrained, save_checkpoint, save_lora, save_pretrained
 from .parallelize import CP_DEGREE, TP_DEGREE, build_mesh, parallelize
 from .transformer_wan import WanTransformer3DModel
 
@@ -17,5 +17,6 @@ __all__ = [
     "load_pretrained",
     "parallelize",
     "save_checkpoint",
+    "save_lora",
     "save_pretrained",
 ]
