@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo test check lint format table emit bench bench-strategies clean
+.PHONY: demo example test check lint format table emit bench bench-strategies clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -17,6 +17,15 @@ demo: $(READY)
 	$(BIN)/cpgen emit --model WanTransformer3DModel --cp 4
 	$(BIN)/cpgen diff wan_transformer_3d --upstream | grep "cpgen:" || true
 	$(BIN)/cpgen verify wan_transformer_3d
+
+# Train a small Wan on clips of pictures, export it, and sample in diffusers' pipeline: some minutes.
+example: export OMP_NUM_THREADS = 1
+example: $(READY)
+	$(BIN)/cpgen emit --model WanTransformer3DModel --cp 2
+	$(BIN)/python examples/prepare_wan.py
+	$(BIN)/torchrun --nproc-per-node 4 examples/train_wan.py
+	$(BIN)/cpgen export runs/wan/checkpoints --to runs/wan/exported --force
+	$(BIN)/python examples/sample_wan.py
 
 test: $(READY)
 	$(BIN)/python -m pytest -q

@@ -197,6 +197,8 @@ class Precision:
         """
         own = dict(_unwrapped_parameters(module))
         kept = {name for name, parameter in own.items() if id(parameter) in self.kept_ids}
+        for unit in (kept, own.keys() - kept):
+            _check_one_dtype(module, {name: own[name] for name in unit if own[name].requires_grad})
         if not kept:
             return self.main
         if len(kept) == len(own):
@@ -212,6 +214,16 @@ class Precision:
         raise ValueError(
             f"{type(module).__name__} holds parameters that stay in fp32 ({', '.join(sorted(kept))}) and others "
             f"directly on the same modules, which FSDP can't hold in two precisions; pass param_dtype=None"
+        )
+
+
+def _check_one_dtype(module: torch.nn.Module, trained: dict[str, torch.nn.Parameter]) -> None:
+    of_dtypes = {parameter.dtype: name for name, parameter in trained.items()}
+    if len(of_dtypes) > 1:
+        found = ", ".join(f"{name} in {dtype}" for dtype, name in of_dtypes.items())
+        raise ValueError(
+            f"{type(module).__name__} trains parameters of several dtypes ({found}), which FSDP can't hold in one unit: "
+            f"store all that train, adapters too, in one dtype, and pass param_dtype to compute in another"
         )
 
 

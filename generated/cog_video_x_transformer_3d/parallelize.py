@@ -66,9 +66,9 @@ def parallelize(
     over data ranks, with the loss computed from the whole output on every context-parallel rank.
 
     `param_dtype` is what parameters compute in, but for those that the class keeps in fp32. Unless told otherwise by
-    `reshard_after_forward`, every block but the last frees its parameters after forward. Under "ddp" each block's gradients
-    are reduced at once, or those of as many as `bucket_cap_mb` MiB hold. `compile=True` compiles each block, "model" the
-    whole: one graph with "none", one between any two of FSDP's or DDP's hooks otherwise.
+    `reshard_after_forward`, every block but the last frees its parameters after forward. Under "ddp" gradients are
+    reduced a block at a time, or as many blocks as `bucket_cap_mb` MiB hold. `compile=True` compiles each block,
+    "model" the whole: one graph with "none", one between any two of FSDP's or DDP's hooks otherwise.
     Raises ValueError for a model of another class, a mesh of other degrees, or options that contradict each other.
     """
     check_request(

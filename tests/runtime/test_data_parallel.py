@@ -114,6 +114,12 @@ def test_two_precisions_on_one_module_are_refused(pool: WorkerPool, root):
         pool.run(cases.mixed_parameters_on_one_module, root, world_size=1)
 
 
+def test_parameters_of_two_dtypes_train_in_no_unit(pool: WorkerPool, root):
+    pool.run(cases.dtypes_in_one_unit, root, True, world_size=2)
+    with pytest.raises(WorkerError, match=r"TinyBlock trains parameters of several dtypes \(.*gate in torch.bfloat16"):
+        pool.run(cases.dtypes_in_one_unit, root, False, world_size=2)
+
+
 @pytest.mark.parametrize(
     ("package", "model", "options", "message"),
     [

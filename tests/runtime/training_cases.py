@@ -283,6 +283,15 @@ def mixed_parameters_on_one_module(root: str) -> None:
         type(model)._keep_in_fp32_modules = kept
 
 
+def dtypes_in_one_unit(root: str, frozen: bool) -> None:
+    """parallelize a model of which one parameter is narrower: frozen it may be."""
+    package = load(root, "tiny_cp1")
+    model = tiny_model()
+    gate = model.transformer_blocks[0].gate
+    model.transformer_blocks[0].gate = nn.Parameter(gate.detach().bfloat16(), requires_grad=not frozen)
+    tiny_loss(package.parallelize(model, package.build_mesh("cpu")), 0).backward()
+
+
 def parallelize_error(root: str, package: str, model: str, options: dict[str, Any]) -> None:
     """Call parallelize on a mesh of cp 1; the caller expects it to raise."""
     module = load(root, package)

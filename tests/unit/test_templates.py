@@ -121,7 +121,7 @@ def test_the_package_offers_what_the_contract_says():
         "model: WanTransformer3DModel, mesh: DeviceMesh, *, data_parallel: str='fsdp', "
         "param_dtype: torch.dtype | None=None, reduce_dtype: torch.dtype | None=torch.float32, "
         "output_dtype: torch.dtype | None=None, cpu_offload: bool=False, "
-        "reshard_after_forward: bool | int | None=None, compile: bool=False"
+        "reshard_after_forward: bool | int | None=None, bucket_cap_mb: float | None=None, compile: bool | str=False"
     )
     checkpoint = signatures("checkpoint.py")
     assert checkpoint["save_checkpoint"].endswith(
@@ -135,7 +135,7 @@ def test_the_wrap_is_written_out():
     text = render("parallelize.py", **WAN)
     assert "for block in blocks:" in text
     assert "fully_shard(block, " in text and "fully_shard(model, " in text
-    assert "replicate(block, " in text
+    assert "replicate(bucket, " in text
 
 
 def test_only_allowed_imports():
