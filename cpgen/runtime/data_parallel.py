@@ -222,8 +222,8 @@ def _check_one_dtype(module: torch.nn.Module, trained: dict[str, torch.nn.Parame
     if len(of_dtypes) > 1:
         found = ", ".join(f"{name} in {dtype}" for dtype, name in of_dtypes.items())
         raise ValueError(
-            f"{type(module).__name__} trains parameters of several dtypes ({found}), which FSDP can't hold in one unit: "
-            f"store all that train, adapters too, in one dtype, and pass param_dtype to compute in another"
+            f"{type(module).__name__} trains parameters of several dtypes ({found}), which FSDP can't hold in one "
+            f"unit: store all that train, adapters too, in one dtype, and pass param_dtype to compute in another"
         )
 
 
