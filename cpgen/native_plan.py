@@ -223,7 +223,7 @@ class _Reader:
             if entry is not None and stream is not None:
                 path: tuple[str | int, ...] = (i,) if several else ()
                 place = self.target.module.location(part)
-                self.gathers.append(Gather(variable, path, entry.dim, entry.ndim, stream, module, place))
+                self.gathers.append(Gather(variable, path, entry.dim, entry.ndim, stream, module, location=place))
 
     def _main_stream(self) -> str | None:
         streams = self._token_streams()

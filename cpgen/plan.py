@@ -41,14 +41,15 @@ class Shard:
 
 @dataclass(frozen=True)
 class Gather:
-    """One value to put together again, right after the statement that calls module `after`."""
+    """One value to put together again: right after the statement that calls module `after`, or that assigns it last."""
 
     variable: str
     path: tuple[str | int, ...]
     dim: int
     ndim: int | None
     stream: str
-    after: str
+    after: str | None
+    optional: bool = False
     location: Location | None = None
 
 

@@ -94,14 +94,22 @@ class _Reader(TensorParallelReader):
         )
 
     def _gather(self, path: Path) -> Gather:
-        entry = self._mapping(path, required=("after", "dim", "ndim", "stream"))
+        entry = self._mapping(path, required=("dim", "ndim", "stream"), optional=("after", "optional"))
         variable, steps = self._variable(path)
         dim, ndim = self._dims(entry, path)
         streams = self._stream_list(entry, (*path, "stream"))
         if len(streams) > 1:
             self._find("CP105", "gather takes one stream", (*path, "stream"))
-        after = self._name(entry, (*path, "after"))
-        return Gather(variable, steps, dim, ndim, streams[0] if streams else "", after, self._document.key(path))
+        return Gather(
+            variable,
+            steps,
+            dim,
+            ndim,
+            streams[0] if streams else "",
+            self._name(entry, (*path, "after")) if "after" in entry else None,
+            self._typed(entry, (*path, "optional"), bool, False),
+            self._document.key(path),
+        )
 
     def _prefix(self, path: Path) -> Prefix:
         variable = str(path[-1])

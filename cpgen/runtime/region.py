@@ -63,11 +63,23 @@ class Region:
             return value
         return self._at(value, name, path, lambda x, label: self._shard(x, label, dim, ndim, stream, optional))
 
-    def gather(self, value: Any, name: str, *path: str | int, dim: int, ndim: int | None, stream: str) -> Any:
+    def gather(
+        self,
+        value: Any,
+        name: str,
+        *path: str | int,
+        dim: int,
+        ndim: int | None,
+        stream: str,
+        optional: bool = False,
+    ) -> Any:
         """Put a stream's parts together along `dim`, at an exit: all that follows is the same on every rank.
 
-        One all-gather a tensor; backward takes the local part times the degree, without communication.
+        One all-gather a tensor; backward takes the local part times the degree, without communication. None stays None
+        if `optional`.
         """
+        if value is None and optional:
+            return None
         return self._at(value, name, path, lambda x, label: self._gather(x, label, dim, ndim, stream, True))
 
     def gather_within(self, value: Any, name: str, *path: str | int, dim: int, ndim: int | None, stream: str) -> Any:

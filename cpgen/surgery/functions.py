@@ -72,6 +72,15 @@ class Function:
         assert isinstance(node, ast.stmt)
         return node
 
+    def last_assignment(self, variable: str) -> ast.stmt | None:
+        """The last statement, in source order, that assigns a value to the variable."""
+        found = [
+            self.statement_of(node)
+            for node in self._in_order()
+            if isinstance(node, ast.Name) and node.id == variable and isinstance(node.ctx, ast.Store)
+        ]
+        return found[-1] if found else None
+
     def calls_into(self, lists: tuple[str, ...]) -> tuple[str, ...]:
         """The paths of submodules of blocks that are called by themselves, as in self.blocks[0].norm.emb(...)."""
         found = []

@@ -102,7 +102,17 @@ def plan_location(plan: Plan) -> Location | None:
 
 
 def gather_edits(gather: Gather, forward: Function, after_line: int, cp: str, findings: list[Finding]) -> list[Edit]:
-    """A gather behind each call of the module that the plan names."""
+    """A gather behind each call of the module that the plan names, or behind the last assignment of the variable."""
+    code = f"{gather.variable} = {cp}.gather({gather.variable}, {_gather_arguments(gather)})"
+    reason = "region ends"
+    if gather.after is None:
+        last = forward.last_assignment(gather.variable)
+        if last is None or last.lineno < after_line:
+            message = f"forward assigns no '{gather.variable}' in the region"
+            hint = did_you_mean(gather.variable, forward.names)
+            findings.append(Finding("CP104", message, gather.location, hint=hint, note=_defined_at(forward)))
+            return []
+        return [_behind(forward, forward.top_statement_of(last), code, reason)]
     calls = [call for call in forward.calls_of(gather.after) if call.lineno > after_line]
     if not calls:
         near = did_you_mean(gather.after, submodules(forward.owner))
@@ -110,11 +120,6 @@ def gather_edits(gather: Gather, forward: Function, after_line: int, cp: str, fi
         findings.append(Finding("CP104", message, gather.location, hint=near, note=_defined_at(forward)))
     edits: list[Edit] = []
     for call in calls:
-        arguments = (
-            f"{gather.variable!r}, {_path(gather.path)}dim={gather.dim}, ndim={gather.ndim}, stream={gather.stream!r}"
-        )
-        arguments = arguments.replace("'", '"')
-        reason = "region ends"
         statement = forward.statement_of(call)
         if isinstance(statement, ast.Assign) and statement.value is call:
             targets = [
@@ -124,11 +129,16 @@ def gather_edits(gather: Gather, forward: Function, after_line: int, cp: str, fi
                 hint = did_you_mean(gather.variable, targets) or f"it is assigned to {', '.join(targets)}"
                 message = f"the result of self.{gather.after} is not called '{gather.variable}'"
                 findings.append(Finding("CP104", message, gather.location, hint=hint))
-            code = f"{gather.variable} = {cp}.gather({gather.variable}, {arguments})"
             edits.append(_behind(forward, statement, code, reason))
         else:
-            edits.append(wrap(forward, call, f"{cp}.gather(", f", {arguments})", reason))
+            edits.append(wrap(forward, call, f"{cp}.gather(", f", {_gather_arguments(gather)})", reason))
     return edits
+
+
+def _gather_arguments(gather: Gather) -> str:
+    options = ", optional=True" if gather.optional else ""
+    name, path = gather.variable, _path(gather.path)
+    return f'"{name}", {path}dim={gather.dim}, ndim={gather.ndim}, stream="{gather.stream}"{options}'
 
 
 def pin_edits(forward: Function, after_line: int, cp: str) -> list[Edit]:
