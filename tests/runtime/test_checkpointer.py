@@ -121,8 +121,10 @@ def test_later_steps_of_another_run_are_kept_and_warned_of(tmp_path):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         saver.save(1000)  # warned of once
-        Checkpointer(tmp_path, model, every=1).save(5000)
-    assert sorted(cases.steps_in(str(tmp_path))) == [1000, 5000]
+    assert cases.steps_in(str(tmp_path)) == [1000, 5000]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        Checkpointer(tmp_path, model, every=1).save(5000)  # the latest itself
 
 
 @pytest.mark.parametrize("options", [{"every": 0}, {"every": 1, "keep": 0}, {"every": "2"}, {"every": 1, "keep": 1.5}])
