@@ -18,6 +18,11 @@ class Exchange:
     outer: str | None  # "allgather" or "ring"
     balanced: bool = False  # streams are cut in head-tail order
 
+    @property
+    def before_the_call(self) -> bool:
+        """Whether query, key and value are exchanged ahead of the call, not only inside of it."""
+        return self.ulysses or self.outer == "allgather"
+
 
 # Every form that the emitted code of an attention call can take.
 EXCHANGES = (Exchange(True, None), *(Exchange(ulysses, outer) for ulysses in (False, True) for outer in OUTERS))

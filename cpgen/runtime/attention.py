@@ -34,11 +34,19 @@ class AttentionSite:
     strategies that holds for the tokens of the ranks on the Ulysses axis, which the outer exchange then connects.
     """
 
-    def __init__(self, binding: Binding, streams: tuple[str, ...], kv_streams: tuple[str, ...], layout: str) -> None:
+    def __init__(
+        self,
+        binding: Binding,
+        streams: tuple[str, ...],
+        kv_streams: tuple[str, ...],
+        layout: str,
+        transposed: bool = False,
+    ) -> None:
         self._binding = binding
         self._streams = streams
         self._kv_streams = kv_streams
-        self._layout = layout
+        self._layout = layout  # in the call
+        self._given = {"BSHD": "BHSD", "BHSD": "BSHD"}[layout] if transposed else layout  # ahead of it
         self._heads: list[HeadPart] = []
         self._region: Region | None = None
         self._traded = False
@@ -54,7 +62,7 @@ class AttentionSite:
         query, key, value = self._local(query, key, value)
         region = self._resolve(query, key, value)
         binding, axis = self._binding, self._binding.ulysses
-        rows = [x.permute(_TO_ROWS[self._layout]) for x in in_one_dtype(query, key, value)]
+        rows = [x.permute(_TO_ROWS[self._given]) for x in in_one_dtype(query, key, value)]
         of_key, of_value = (head_parts(rows[0].shape[2], x.shape[2], axis.degree) for x in rows[1:])
         self._heads = of_key
         self._traded = True
@@ -85,11 +93,11 @@ class AttentionSite:
         whole = []
         for i in range(3):
             pieces = [received[rank * 3 + i].reshape(shapes[rank][i]) for rank in range(axis.degree)]
-            whole.append(rank_to_model(pieces, parts[i], binding.balanced).permute(_FROM_ROWS[self._layout]))
+            whole.append(rank_to_model(pieces, parts[i], binding.balanced).permute(_FROM_ROWS[self._given]))
         for i in (1, 2):
             if mine[i].kv_index is not None:
                 index = torch.tensor(mine[i].kv_index, device=query.device)
-                whole[i] = whole[i].index_select(self._layout.index("H"), index)
+                whole[i] = whole[i].index_select(self._given.index("H"), index)
         return whole[0], whole[1], whole[2]
 
     def heads_to_seq(self, out: Tensor) -> Tensor:
@@ -129,14 +137,14 @@ class AttentionSite:
         query, key, value = self._local(query, key, value)
         region = self._resolve(query, key, value)
         axis = self._binding.outer
-        rows = [x.permute(_TO_ROWS[self._layout]) for x in in_one_dtype(key, value)]
+        rows = [x.permute(_TO_ROWS[self._given]) for x in in_one_dtype(key, value)]
         parts = [[[size for _, size in runs] for runs in of_rank] for of_rank in region.outer_runs(self._kv_streams)]
         packed = torch.cat([x.reshape(x.shape[0], -1) for x in rows], dim=1)
         whole = all_gather(pad_rows(packed, max(_total(part) for part in parts)), axis.degree, axis.group)
         ordered = in_order(whole, parts, self._binding.balanced)
         widths = [_numel(x.shape[1:]) for x in rows]
         out = [
-            flat.reshape(-1, *x.shape[1:]).permute(_FROM_ROWS[self._layout])
+            flat.reshape(-1, *x.shape[1:]).permute(_FROM_ROWS[self._given])
             for flat, x in zip(torch.split(ordered, widths, dim=1), rows, strict=True)
         ]
         return out[0], out[1]
@@ -300,8 +308,12 @@ class AttentionSite:
         """The local tensors of those that are DTensors, which the output will be if the query is."""
         if self._traded:
             return query, key, value
-        query, self._follow = to_local(query, self._binding, self._layout)
-        key, value = (to_local(x, self._binding, self._layout)[0] for x in (key, value))
+        query, self._follow = to_local(query, self._binding, self._given)
+        if self._follow is not None and self._given != self._layout:
+            raise ValueError(
+                f"{self._binding.model_name}: a DTensor query is transposed in the attention call; transpose it ahead"
+            )
+        key, value = (to_local(x, self._binding, self._given)[0] for x in (key, value))
         return query, key, value
 
     def _resolve(self, query: Tensor, key: Tensor, value: Tensor) -> Region:
@@ -311,9 +323,9 @@ class AttentionSite:
         if {x.ndim for x in (query, key, value)} != {4}:
             shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
             raise ValueError(
-                f"{self._binding.model_name}: query, key and value need 4 dims ({self._layout}), got {shapes}"
+                f"{self._binding.model_name}: query, key and value need 4 dims ({self._given}), got {shapes}"
             )
-        dim = self._layout.index("S")
+        dim = self._given.index("S")
         region = self._region = self._binding.region_of(self._streams, query.shape[dim])
         note_exchange(self._binding.key)
         self._batch = query.shape[0]
@@ -385,17 +397,19 @@ def attention_site(
     *streams: str,
     kv: tuple[str, ...] | None = None,
     layout: str = "BSHD",
+    transposed: bool = False,
     when: bool = True,
 ) -> AttentionSite | LocalAttention:
     """The exchange for an attention call inside `attention`, whose queries are `streams` one after the other.
 
     `kv` names the streams of keys and values where they differ. With `when` false the call is local: its keys and
-    values are replicated. `layout` is that of query, key and value: "BSHD" or "BHSD".
+    values are replicated. `layout` is that of query, key and value in the call: "BSHD" or "BHSD"; `transposed` if ahead
+    of the call, where they are exchanged, they have the other one.
     """
     binding = getattr(attention, ATTRIBUTE, None)
     if binding is None or not when:
         return LOCAL_ATTENTION
-    return AttentionSite(binding, streams, streams if kv is None else kv, layout)
+    return AttentionSite(binding, streams, streams if kv is None else kv, layout, transposed)
 
 
 def _of_one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:

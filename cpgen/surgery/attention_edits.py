@@ -77,9 +77,11 @@ def _site_edits(
             "the call must stand in a statement of its own, which always runs it: not in a condition or a branch of one"
         )
         return []
-    tensors = [argument(call, position, name) for position, name in enumerate(("query", "key", "value"))]
+    given = [argument(call, position, name) for position, name in enumerate(("query", "key", "value"))]
+    transposed = all(_transposed(tensor) is not None for tensor in given)
+    tensors: list[ast.expr | None] = [_transposed(tensor) for tensor in given] if transposed else given
     if not all(isinstance(tensor, ast.Name) for tensor in tensors):
-        find("query, key and value of the call must be variables")
+        find("query, key and value of the call must be variables, or all three NAME.transpose(1, 2)")
         return []
     query, key, value = (tensor.id for tensor in tensors)  # type: ignore[union-attr]
     sized = _length_read(call, tensors, function)
@@ -105,7 +107,7 @@ def _site_edits(
         Insertion(
             function.first_statement.lineno,
             function.module.indent(function.first_statement),
-            _site_code(site, module, attention_function(call) or "", cp),
+            _site_code(site, module, attention_function(call) or "", transposed and exchange.before_the_call, cp),
             _site_reason(site),
         )
     ]
@@ -139,7 +141,15 @@ def _site_edits(
     return edits
 
 
-def _site_code(site: Site, module: str, called: str, cp: str) -> str:
+def _transposed(tensor: ast.expr | None) -> ast.Name | None:
+    """NAME, if `tensor` is NAME.transpose(1, 2): the same tensor in the other layout."""
+    if not isinstance(tensor, ast.Call) or not isinstance(tensor.func, ast.Attribute) or tensor.keywords:
+        return None
+    swap = tensor.func.attr == "transpose" and [ast.unparse(a) for a in tensor.args] in (["1", "2"], ["2", "1"])
+    return tensor.func.value if swap and isinstance(tensor.func.value, ast.Name) else None
+
+
+def _site_code(site: Site, module: str, called: str, transposed: bool, cp: str) -> str:
     layout = site.layout or ATTENTION_LAYOUT[called]
 
     def site_of(streams: tuple[str, ...], kv: tuple[str, ...] | None, when: str | None = None) -> str:
@@ -149,6 +159,8 @@ def _site_code(site: Site, module: str, called: str, cp: str) -> str:
             arguments.append(f"kv=({names},)" if len(kv) == 1 else f"kv=({names})")
         if layout != "BSHD":
             arguments.append(f'layout="{layout}"')
+        if transposed:
+            arguments.append("transposed=True")
         if when is not None:
             arguments.append(f"when={when}")
         return f"attention_site({', '.join(arguments)})"
