@@ -68,12 +68,13 @@ def save_checkpoint(
     With `keep`, all but this and the latest others are deleted once this one is complete. With `asynchronous` the state
     is copied to host memory and written by a thread; the handle's `wait` ends it, and so does the next save or load.
     Raises ValueError on every rank if the directory can't be written, or if the asynchronous save before this one
-    failed; training can go on, and save again.
+    failed; training can go on, and save again. Also for an optimizer of other parameters than the model's.
     """
     global _pending
     if step < 0 or (keep is not None and keep < 1):
         raise ValueError(f"step={step} must not be negative, and keep={keep} must be at least 1 (or None: all)")
     _check_names(extra or {})
+    _check_optimizer(model, optimizer)
     finish_pending()
     path = step_path(Path(directory), step)
     state = _saved_state(model, optimizer, extra or {})
@@ -115,6 +116,7 @@ def load_checkpoint(
     """
     extra = {} if extra is None else extra
     _check_names(extra)
+    _check_optimizer(model, optimizer)
     finish_pending()
     found = on_first_rank(lambda: find_step(Path(directory), step), f"{directory} can't be read")
     if found is None:
@@ -158,6 +160,20 @@ def load_checkpoint(
     else:
         random_state.reseed_from(target["rng"]["0"], rank, size)
     return step
+
+
+def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
+    if optimizer is None:
+        return
+    _reshard(model)  # after a forward some of its parameters are gathered ones
+    own = set(model.parameters())
+    stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    foreign = sum(parameter not in own for parameter in stepped)
+    if foreign:
+        raise ValueError(
+            f"{foreign} of the optimizer's {len(stepped)} parameters are not the model's, so that its steps change "
+            f"nothing there: parallelize replaces parameters, so make the optimizer after it, of model.parameters()"
+        )
 
 
 def _saved_state(
@@ -291,6 +307,10 @@ def _data_rank(model: torch.nn.Module) -> tuple[int, int]:
 def finish_pending() -> None:
     """Wait for the asynchronous save that runs, if any. Raises ValueError on every rank if it failed."""
     global _pending
-    pending, _pending = _pending, None
-    if pending is not None:
-        pending.wait()
+    if _pending is None:
+        return
+    try:
+        _pending.wait()
+    finally:
+        if _pending.done():  # not if the wait was interrupted
+            _pending = None

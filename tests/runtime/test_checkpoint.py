@@ -4,7 +4,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cpgen.verify.pool import WorkerPool
+from cpgen.runtime import checkpoint
+from cpgen.verify.pool import WorkerError, WorkerPool
 from tests.runtime import training_cases as cases
 
 
@@ -195,3 +196,31 @@ def test_copying_a_checkpoint_keeps_it_whole(pool: WorkerPool, root, tmp_path):
     pool.run(cases.save_run, root, str(tmp_path / "here"), 1, {}, [1], world_size=2)
     shutil.copytree(tmp_path / "here", tmp_path / "there")
     assert [step for step, _ in pool.run(cases.load_run, root, str(tmp_path / "there"), 1, {}, world_size=2)] == [1, 1]
+
+
+@pytest.mark.parametrize("call", ["save", "load"])
+def test_an_optimizer_of_parameters_that_parallelize_replaced(pool: WorkerPool, root, tmp_path, call):
+    with pytest.raises(WorkerError, match=r"of the optimizer's \d+ parameters are not the model's.*after it") as caught:
+        pool.run(cases.optimizer_made_too_early, root, str(tmp_path), call, world_size=2)
+    assert {kind for kind, _, _ in caught.value.failures.values()} == {"ValueError"}
+
+
+def test_an_interrupted_wait_forgets_no_save(monkeypatch):
+    class Save:
+        finished = False
+
+        def wait(self):
+            if not self.finished:
+                raise KeyboardInterrupt
+
+        def done(self):
+            return self.finished
+
+    save = Save()
+    monkeypatch.setattr(checkpoint, "_pending", save)
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.finish_pending()
+    assert checkpoint._pending is save
+    save.finished = True
+    checkpoint.finish_pending()
+    assert checkpoint._pending is None

@@ -319,13 +319,18 @@ def mesh_ranks(axes: dict[str, int]) -> dict[str, Any]:
     return {"groups": groups, "data": data_rank(mesh), "draw": (torch.rand(1).item(), random.random())}
 
 
-def mesh_error(axes: dict[str, int]) -> None:
-    from cpgen.runtime.mesh import build_mesh
-
-    build_mesh("cpu", **axes)
-
-
 # --- checkpoints -------------------------------------------------------------------------------------------------
+
+
+def optimizer_made_too_early(root: str, directory: str, call: str) -> None:
+    package = load(root, "tiny_cp1")
+    model = tiny_model()
+    optimizer = torch.optim.AdamW(model.parameters())
+    model = package.parallelize(model, package.build_mesh("cpu"))
+    if call == "load":
+        package.load_checkpoint(directory, model, optimizer)
+    else:
+        package.save_checkpoint(directory, model, optimizer, step=1)
 
 
 class Position:
