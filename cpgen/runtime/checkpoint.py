@@ -23,7 +23,6 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.stateful import Stateful
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_leaves
 
@@ -39,6 +38,7 @@ from .checkpoint_content import (
     write_description,
 )
 from .checkpoint_writer import AsyncSave, quiet, reason, write, write_in_background
+from .data_parallel import check_wrapped, free_gathered
 from .lora import adapters_of, frozen_base
 from .mesh import data_rank, mesh_of
 from .random_state import from_bytes, to_bytes
@@ -165,7 +165,7 @@ def load_checkpoint(
 def _check_optimizer(model: torch.nn.Module, optimizer: torch.optim.Optimizer | None) -> None:
     if optimizer is None:
         return
-    _reshard(model)  # after a forward some of its parameters are gathered ones
+    free_gathered(model)  # after a forward some of its parameters are gathered ones
     own = set(model.parameters())
     stepped = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     foreign = sum(parameter not in own for parameter in stepped)
@@ -180,7 +180,7 @@ def _saved_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, extra: dict[str, Any]
 ) -> dict[str, Any]:
     """Everything that is saved, by the names it has in the checkpoint."""
-    _reshard(model)
+    check_wrapped(model)
     rank, _ = _data_rank(model)
     state: dict[str, Any] = {"model": _model_state(model), "extra": {}}
     state["rng"] = {str(rank): to_bytes(random_state.capture())}
@@ -215,7 +215,7 @@ def _target_state(
     model: torch.nn.Module, optimizer: torch.optim.Optimizer | None, metadata: Metadata
 ) -> dict[str, Any]:
     """Model and optimizer state to load into, without the optimizer state that the checkpoint does not have."""
-    _reshard(model)
+    free_gathered(model)
     target: dict[str, Any] = {"model": _model_state(model)}
     if optimizer is not None:
         optimizer.zero_grad(set_to_none=True)  # with gradients, torch would not lay the optimizer's state out
@@ -289,13 +289,6 @@ def _check_names(extra: dict[str, Any]) -> None:
     bad = [name for name in extra if not isinstance(name, str) or not name or "." in name]
     if bad:
         raise ValueError(f"names in extra are texts without a dot, not {', '.join(map(repr, bad))}")
-
-
-def _reshard(model: torch.nn.Module) -> None:
-    """Free gathered parameters: after an evaluation some still are, and the optimizer knows only the sharded ones."""
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
 
 
 def _data_rank(model: torch.nn.Module) -> tuple[int, int]:

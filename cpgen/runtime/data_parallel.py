@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import signature
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -21,6 +21,8 @@ __all__ = [
     "buckets",
     "cast_inputs",
     "check_request",
+    "check_wrapped",
+    "free_gathered",
     "kept_in_fp32",
     "offload_policy",
     "replicate",
@@ -49,6 +51,7 @@ def check_request(
     tp: int,
     data_parallel: str,
     compile: bool | str,
+    reduce_dtype: torch.dtype | None,
     **options: Any,
 ) -> None:
     """Raise ValueError if `parallelize` was called with what it can't do, or with weights that differ from rank to
@@ -65,7 +68,7 @@ def check_request(
         raise ValueError("the model is parallelized already; call parallelize once, on a plain model")
     if data_parallel not in MODES:
         raise ValueError(f"data_parallel={data_parallel!r} is not one of {', '.join(map(repr, MODES))}")
-    _check_options(data_parallel, options)
+    _check_options(data_parallel, reduce_dtype, options)
     if not (isinstance(compile, bool) or compile == "model"):
         raise ValueError(f'compile={compile!r} is none of False, True (each block) and "model" (all of it)')
     for axis, degree in (("cp", cp), ("tp", tp)):
@@ -80,9 +83,49 @@ def check_request(
     for axis in ("cp" if data_parallel == "none" else "dp_cp", "tp"):
         _check_same_weights(model, mesh, axis)
     remember_mesh(model, mesh)
+    if data_parallel != "none":
+        for name in ("add_adapter", "load_lora_adapter"):
+            setattr(model, name, _refuse_late_adapter)
 
 
-def _check_options(data_parallel: str, options: dict[str, Any]) -> None:
+def _refuse_late_adapter(*args: Any, **kwargs: Any) -> NoReturn:
+    """Stands in for diffusers' methods of a wrapped model: nothing would reduce what comes later. Raises ValueError."""
+    raise ValueError(
+        "adapters are added before parallelize, or in load_pretrained's prepare: nothing would reduce the gradients of "
+        "parameters that come into a wrapped model"
+    )
+
+
+def free_gathered(model: torch.nn.Module) -> None:
+    """Free gathered parameters: after a forward some still are, and the optimizer knows only the sharded ones."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def check_wrapped(model: torch.nn.Module) -> None:
+    """Free gathered parameters; raise ValueError if others train in a wrapped model: they came into it later."""
+    free_gathered(model)
+    if not isinstance(model, FSDPModule):
+        return
+    late = [name for name, p in model.named_parameters() if p.requires_grad and not isinstance(p, DTensor)]
+    if late:
+        raise ValueError(
+            f"{len(late)} parameters came into the model after parallelize, such as {late[0]}: nothing has reduced "
+            f"their gradients, so each rank trained others. Add adapters before parallelize, or in load_pretrained's "
+            f"prepare"
+        )
+
+
+def _check_options(data_parallel: str, reduce_dtype: torch.dtype | None, options: dict[str, Any]) -> None:
+    dtypes = {"reduce_dtype": reduce_dtype} | {n: options[n] for n in ("param_dtype", "output_dtype")}
+    for name, value in dtypes.items():
+        if value is not None and not isinstance(value, torch.dtype):
+            raise ValueError(f"{name}={value!r} is not a torch.dtype, such as torch.bfloat16")
+    if not isinstance(options["cpu_offload"], bool):
+        raise ValueError(f"cpu_offload={options['cpu_offload']!r} is neither True nor False")
+    if data_parallel == "none" and reduce_dtype not in (None, torch.float32):
+        raise ValueError(f'data_parallel="none" reduces nothing and would ignore reduce_dtype={reduce_dtype}')
     ignored = {n: _HEEDED_BY[n] for n, value in options.items() if value and data_parallel not in _HEEDED_BY[n]}
     if ignored:
         heeding = "; ".join(f"{name} is for {' and '.join(map(repr, modes))}" for name, modes in ignored.items())

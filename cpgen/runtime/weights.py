@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from .agreement import is_first_rank, on_every_rank, on_first_rank
-from .data_parallel import kept_in_fp32
+from .data_parallel import check_wrapped, kept_in_fp32
 from .lora import LORA_FILE, adapters_of, choose_adapter, trained_base, write_adapter
 from .meta import parameters_on_meta, prepare_on_meta
 from .quiet import without_redistribution_remarks
@@ -84,9 +84,10 @@ def save_lora(model: torch.nn.Module, directory: str | os.PathLike[str], *, adap
     `adapter_name` is not needed if there is one adapter only. Nothing but its tensors is gathered. The file replaces an
     older one in `directory` once it is complete.
     Raises ValueError on every rank if there is no such adapter, if it is none that pipelines load, or if `directory`
-    can't be written.
+    can't be written, or if adapters came into the model after it was wrapped.
     """
     path = Path(directory) / LORA_FILE
+    check_wrapped(model)
     name, adapter = choose_adapter(adapters_of(model), adapter_name, "the model")
     state = model.state_dict()
     tensors = {}
@@ -133,6 +134,8 @@ def load_pretrained(
     Raises ValueError on every rank if keys are missing, unexpected or of another shape (all are listed), if a file is
     missing or damaged, a checkpoint holds another class, or `prepare` fails. Pickled weights (.bin) are never read.
     """
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise ValueError(f"dtype={dtype!r} is not a torch.dtype, such as torch.bfloat16")
     source = open_source(Path(directory))
     model = on_every_rank(partial(_build_on_meta, model_class, source))
     _cast_parameters(model, dtype)

@@ -39,17 +39,17 @@ def region_edits(plan: Plan, forward: Function, cp: str, findings: list[Finding]
 
 
 def _begin(blocks: str | None, forward: Function, location: Location | None, findings: list[Finding]) -> _Place | None:
-    """Ahead of the first loop over self.<blocks> and the comments above it; or where forward begins."""
+    """Ahead of the first loop over, or call of, self.<blocks> and the comments above it; or where forward begins."""
     if blocks is None:
         first = forward.first_statement
         return _Place(first.lineno, forward.module.indent(first))
-    loops = forward.loops_over(blocks)
-    if not loops:
+    places = forward.loops_over(blocks) or forward.calls_of(blocks)
+    if not places:
         near = did_you_mean(blocks, submodules(forward.owner))
-        message = f"forward has no loop over self.{blocks}"
+        message = f"forward neither loops over self.{blocks} nor calls it"
         findings.append(Finding("CP104", message, location, hint=near, note=_defined_at(forward)))
         return None
-    start = forward.top_statement_of(loops[0])
+    start = forward.top_statement_of(places[0])
     return _Place(_ahead_of_comments(forward, start.lineno), forward.module.indent(start))
 
 

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.utils import checkpoint
 
 from cpgen.probes import build_inputs
 from cpgen.verify.case import DDP, FSDP, NONE, UNBOUND, Case, CaseError, Deviation, ProbeError, RankReport
@@ -87,14 +88,19 @@ def _run_modes(case: Case, modes: tuple[str, ...], dtype: torch.dtype) -> list[_
             model = build_model(model_class, case.probe, case.seed, dtype)
             model.load_state_dict(expected.state, strict=True)
             # In float64 without checkpointing: AsFloat64 is off in backward, where that runs forward again.
-            checkpoint = mode in (FSDP, DDP) and dtype == torch.float32
-            if checkpoint and getattr(model_class, "_supports_gradient_checkpointing", False):
-                model.enable_gradient_checkpointing()  # type: ignore[operator]
+            checkpointed = mode in (FSDP, DDP) and dtype == torch.float32
+            if checkpointed and getattr(model_class, "_supports_gradient_checkpointing", False):
+                model.enable_gradient_checkpointing(_checkpointed)  # type: ignore[operator]
             if mode != UNBOUND:
                 options = {} if dtype == torch.float32 else {"reduce_dtype": dtype}
                 model = package.parallelize(model, mesh_for(package), data_parallel=mode, **options)
             reports.append(_run_mode(case, mode, expected, model, dtype))
     return reports
+
+
+def _checkpointed(module: Any, *args: Any, **kwargs: Any) -> Any:
+    """As diffusers' own function, but it takes the keyword arguments that some classes pass (HunyuanImage)."""
+    return checkpoint.checkpoint(module.__call__, *args, use_reentrant=False, **kwargs)
 
 
 def _run_reference(case: Case, dtype: torch.dtype) -> _Expected:

@@ -78,6 +78,7 @@ def parallelize(
         tp=TP_DEGREE,
         data_parallel=data_parallel,
         compile=compile,
+        reduce_dtype=reduce_dtype,
         param_dtype=param_dtype,
         output_dtype=output_dtype,
         cpu_offload=cpu_offload,

@@ -280,7 +280,7 @@ def over_data_ranks(
     mesh = package.build_mesh("cpu", **axes)
     with _compiling_for("aot_eager"):
         model = package.parallelize(
-            model, mesh, data_parallel=data_parallel, reduce_dtype=torch.float64, **(options or {})
+            model, mesh, data_parallel=data_parallel, **{"reduce_dtype": torch.float64, **(options or {})}
         )
     rank, size = data_rank(mesh)
 
@@ -345,3 +345,17 @@ def gradient_reductions(emitted: Emitted, probe: Probe, cap_mb: float | None) ->
     with CommDebugMode() as counted:
         loss.backward()
     return int(counted.get_comm_counts()[torch.ops.c10d.allreduce_])
+
+
+def late_adapter(emitted: Emitted, probe: Probe, data_parallel: str, how: str, directory: str) -> None:
+    """Put an adapter into a wrapped model: by its own method, or past it and save. The caller expects an error."""
+    from peft import LoraConfig, inject_adapter_in_model
+
+    _, model, package = reference_and_model(emitted, probe, torch.float32)
+    model = package.parallelize(model, package.build_mesh("cpu"), data_parallel=data_parallel)
+    config = LoraConfig(r=2, target_modules=["to_q"])
+    if how == "add_adapter":
+        model.add_adapter(config)
+        return
+    inject_adapter_in_model(config, model)
+    package.save_checkpoint(directory, model, step=1)

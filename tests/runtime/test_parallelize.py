@@ -13,7 +13,7 @@ from cpgen.runtime.data_parallel import buckets
 from cpgen.verify.pool import WorkerError, WorkerPool
 
 from .emitted import TINY, Emitted, emit
-from .model_cases import compiled_frames, gradient_reductions, over_data_ranks
+from .model_cases import compiled_frames, gradient_reductions, late_adapter, over_data_ranks
 
 TOLERANCE = 1e-9  # float64
 WAN = "WanTransformer3DModel"
@@ -126,11 +126,15 @@ def test_buckets() -> None:
         ("fsdp", {"bucket_cap_mb": 25}, "'fsdp' would ignore bucket_cap_mb .*is for 'ddp'"),
         (
             "none",
-            {"cpu_offload": True, "bucket_cap_mb": 25},
+            {"reduce_dtype": None, "cpu_offload": True, "bucket_cap_mb": 25},
             "ignore cpu_offload, bucket_cap_mb, which only binds",
         ),
         ("ddp", {"bucket_cap_mb": -1}, "bucket_cap_mb=-1 is not a number of megabytes above 0"),
         ("ddp", {"bucket_cap_mb": "25"}, "bucket_cap_mb='25' is not"),
+        ("fsdp", {"param_dtype": "bf16"}, "param_dtype='bf16' is not a torch.dtype"),
+        ("ddp", {"output_dtype": 16}, "output_dtype=16 is not a torch.dtype"),
+        ("fsdp", {"cpu_offload": "yes"}, "cpu_offload='yes' is neither True nor False"),
+        ("none", {}, 'data_parallel="none" reduces nothing and would ignore reduce_dtype=torch.float64'),
         ("fsdp", {"compile": "blocks"}, "compile='blocks' is none of False, True"),
     ],
 )
@@ -139,4 +143,21 @@ def test_options_that_make_no_sense(
 ) -> None:
     with pytest.raises(WorkerError, match=message) as caught:
         pool.run(over_data_ranks, tiny, tiny.probe(), data_parallel, {}, options, world_size=4)
+    assert {kind for kind, _, _ in caught.value.failures.values()} == {"ValueError"}
+
+
+@pytest.mark.parametrize("data_parallel", ["fsdp", "ddp"])
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("add_adapter", "adapters are added before parallelize"),
+        ("inject", "parameters came into the model after paralle"),
+    ],
+)
+def test_an_adapter_that_comes_too_late(
+    tiny: Emitted, pool: WorkerPool, tmp_path: Path, data_parallel: str, how: str, message: str
+) -> None:
+    """Nothing would reduce its gradients: each rank would train another one."""
+    with pytest.raises(WorkerError, match=message) as caught:
+        pool.run(late_adapter, tiny, tiny.probe(), data_parallel, how, str(tmp_path), world_size=4)
     assert {kind for kind, _, _ in caught.value.failures.values()} == {"ValueError"}

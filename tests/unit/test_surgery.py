@@ -615,7 +615,7 @@ def test_class_of_diffusers_refuses_hooks(tmp_path: Path) -> None:
         (
             "",
             {"shard": "{hidden_states: {dim: 1, ndim: 3, stream: latent, before: bloks}}"},
-            "CP104 forward has no loop over self.bloks",
+            "CP104 forward neither loops over self.bloks nor calls it",
         ),
         ("", {"prefix": "{frames: latent}"}, "CP104 'frames' has no value there in Model.forward"),
         (
