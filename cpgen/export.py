@@ -48,6 +48,13 @@ def export_command(
     from cpgen.runtime.export import export_adapter, export_weights
 
     _check_place(directory, force)
+    if directory.resolve() in (checkpoint.resolve(), *checkpoint.resolve().parents):
+        raise fail(
+            "CP204",
+            f"{directory} holds the checkpoint",
+            note="the directory is replaced as a whole, and a run may be writing to it",
+            help="export to a directory of its own",
+        )
     try:
         source = find_checkpoint(checkpoint, -1 if step is None else step)
         description = _description(source, config, dtype)

@@ -39,7 +39,7 @@ from .checkpoint_content import (
 )
 from .checkpoint_writer import AsyncSave, quiet, reason, write, write_in_background
 from .data_parallel import check_wrapped, free_gathered
-from .lora import adapters_of, frozen_base
+from .lora import SCALING, adapters_of, frozen_base
 from .mesh import data_rank, mesh_of
 from .random_state import from_bytes, to_bytes
 from .step_directory import abandon, find_step, make_room, step_path
@@ -71,6 +71,8 @@ def save_checkpoint(
     failed; training can go on, and save again. Also for an optimizer of other parameters than the model's.
     """
     global _pending
+    if not isinstance(step, int) or isinstance(step, bool):
+        raise ValueError(f"step={step!r} is not a whole number")
     if step < 0 or (keep is not None and keep < 1):
         raise ValueError(f"step={step} must not be negative, and keep={keep} must be at least 1 (or None: all)")
     _check_names(extra or {})
@@ -237,12 +239,16 @@ def _check_adapters(path: Path, model: torch.nn.Module) -> None:
     description = read_description(path)
     if description is None:
         return
-    saved = description.adapters.keys()
-    if saved != (present := adapters_of(model).keys()):
+    saved, present = description.adapters, adapters_of(model)
+    if saved.keys() != present.keys():
         raise ValueError(
             f"{path} was saved with the adapters {sorted(saved)}, the model has {sorted(present)}: add them before "
             f"parallelize (add_adapter, or load_pretrained's prepare)"
         )
+    for name, adapter in saved.items():
+        theirs, ours = ({key: each.config.get(key) for key in SCALING} for each in (adapter, present[name]))
+        if theirs != ours:
+            raise ValueError(f"the adapter {name!r} of {path} was made with {theirs}, the model's with {ours}")
 
 
 def _check_content(

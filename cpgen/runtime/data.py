@@ -93,6 +93,11 @@ class ResumableLoader:
             raise ValueError(f"{type(dataset).__name__} has no length: use ResumableStream for an iterable dataset")
         if sampler is not None and not isinstance(sampler, Sized):
             raise ValueError(f"{type(sampler).__name__} has no length, so the loader can't tell where an epoch ends")
+        if getattr(sampler, "generator", None) is not None:
+            raise ValueError(
+                f"{type(sampler).__name__} has a generator of its own, whose state a resumed run would not have: "
+                f"leave it out, and the loader's seed and epoch decide what it draws"
+            )
         self.epoch = 0
         self._consumed = 0  # samples of this epoch, over all data ranks
         self._seed = seed

@@ -22,6 +22,7 @@ __all__ = [
     "cast_inputs",
     "check_request",
     "check_wrapped",
+    "free_after_no_grad",
     "free_gathered",
     "kept_in_fp32",
     "offload_policy",
@@ -71,6 +72,11 @@ def check_request(
     _check_options(data_parallel, reduce_dtype, options)
     if not (isinstance(compile, bool) or compile == "model"):
         raise ValueError(f'compile={compile!r} is none of False, True (each block) and "model" (all of it)')
+    if compile == "model" and cp > 1 and any(isinstance(m, torch.nn.Dropout) and m.p > 0 for m in model.modules()):
+        raise ValueError(
+            'compile="model" with dropout would let context-parallel ranks draw unequally much, and other noise from '
+            "then on; use compile=True"
+        )
     for axis, degree in (("cp", cp), ("tp", tp)):
         size = axis_size(mesh, axis)
         if flattened(mesh, axis) is None and degree > 1:
@@ -101,6 +107,18 @@ def free_gathered(model: torch.nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+
+
+def free_after_no_grad(model: torch.nn.Module) -> None:
+    """Free what a forward without gradients gathered: kept for a backward that does not come, it would be used again by
+    the next forward, stale, after the optimizer has stepped the sharded parameters."""
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def free(module: torch.nn.Module, args: Any, output: Any) -> None:
+        if not torch.is_grad_enabled():
+            free_gathered(module)
+
+    model.register_forward_hook(free)
 
 
 def check_wrapped(model: torch.nn.Module) -> None:

@@ -30,6 +30,11 @@ def export_weights(
     can't write.
     """
     names = _ordered_names(checkpoint, description)
+    if any("base_layer" in name.split(".") for name in names):
+        raise ValueError(
+            f"{checkpoint.path} holds peft's layers without their adapters, under names that plain diffusers does not "
+            f"know: save a checkpoint before delete_adapters, or after unload_lora on a model that is not wrapped"
+        )
     saved = {name: checkpoint.tensors[name] for name in names}
     dtypes = {name: _stored_dtype(description, name, entry.properties.dtype, dtype) for name, entry in saved.items()}
     sizes = {name: entry.size.numel() * dtypes[name].itemsize for name, entry in saved.items()}

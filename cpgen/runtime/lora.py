@@ -12,6 +12,8 @@ import torch
 from .weight_files import write_tensors
 
 LORA_FILE = "pytorch_lora_weights.safetensors"
+# What of an adapter's config decides how strongly its tensors act.
+SCALING = ("peft_type", "r", "lora_alpha", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern")
 _COMPONENT = "transformer"  # the pipelines' name of the model
 
 

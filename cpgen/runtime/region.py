@@ -61,7 +61,13 @@ class Region:
         """
         if not when:
             return value
-        return self._at(value, name, path, lambda x, label: self._shard(x, label, dim, ndim, stream, optional))
+        if torch.compiler.is_compiling():
+            return self._at(value, name, path, lambda x, label: self._shard(x, label, dim, ndim, stream, optional))
+        try:
+            return self._at(value, name, path, lambda x, label: self._shard(x, label, dim, ndim, stream, optional))
+        except ValueError:
+            self._join_rng()  # the caller may skip this batch: what it draws next must be the same on all ranks
+            raise
 
     def gather(
         self,
@@ -243,6 +249,10 @@ class Region:
                 f"{self.binding.model_name}: no attention call exchanged tokens in this forward, so each rank attended "
                 f"to its own part only. Its attention is in none of the functions that the plan describes"
             )
+        self._join_rng()
+
+    def _join_rng(self) -> None:
+        """Draw the same as the other ranks again."""
         if self._outer_rng is not None:
             drawn = any(not torch.equal(a, b) for a, b in zip(self._inner_rng, _rng_states(), strict=False))
             _set_rng_states(self._outer_rng)

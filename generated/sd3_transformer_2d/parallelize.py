@@ -19,6 +19,7 @@ from cpgen.runtime.data_parallel import (
     buckets,
     cast_inputs,
     check_request,
+    free_after_no_grad,
     offload_policy,
     replicate,
     reshard,
@@ -110,6 +111,7 @@ def parallelize(
             _apply_fsdp(model, mesh, precision, output_dtype, offload, reshard_after_forward)
         else:
             _apply_ddp(model, mesh, precision, output_dtype, offload, bucket_cap_mb)
+        free_after_no_grad(model)
     if compile == "model":
         model.compile()
     return model

@@ -35,6 +35,10 @@ def add_random(model: Any) -> None:
     add(model, init_lora_weights=False)
 
 
+def add_stronger(model: Any) -> None:
+    add(model, lora_alpha=50)
+
+
 def add_wide(model: Any) -> None:
     add_random(model)
     cast_training_params(model, torch.float32)

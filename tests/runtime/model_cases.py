@@ -324,8 +324,8 @@ def compiled_frames(
             model,
             package.build_mesh("cpu"),
             data_parallel=data_parallel,
-            reduce_dtype=torch.float64,
             compile=compile,
+            **({} if data_parallel == "none" else {"reduce_dtype": torch.float64}),
         )
     outputs = [run(each.train(), inputs_of(probe)) for each in (model, reference)]
     for output in outputs:
@@ -359,3 +359,44 @@ def late_adapter(emitted: Emitted, probe: Probe, data_parallel: str, how: str, d
         return
     inject_adapter_in_model(config, model)
     package.save_checkpoint(directory, model, step=1)
+
+
+def losses_with_evaluation(emitted: Emitted, probe: Probe, data_parallel: str, options: dict[str, Any]) -> float:
+    """Three steps, each with a forward without gradients between backward and the optimizer's step: loss error."""
+    reference, model, package = reference_and_model(emitted, probe)
+    model = package.parallelize(
+        model, package.build_mesh("cpu"), data_parallel=data_parallel, reduce_dtype=torch.float64, **options
+    )
+    losses = []
+    for each in (reference, model):
+        optimizer = torch.optim.SGD(each.parameters(), lr=1e-3)
+        losses.append([])
+        for _ in range(3):
+            loss = loss_of(run(each, inputs_of(probe)))
+            loss.backward()
+            with torch.no_grad():
+                run(each, inputs_of(probe))
+            optimizer.step()
+            optimizer.zero_grad()
+            losses[-1].append(float(loss))
+    assert len(set(losses[0])) == 3
+    return max(abs(a - b) / abs(b) for a, b in zip(losses[1], losses[0], strict=True))
+
+
+def draw_after_a_bad_batch(emitted: Emitted, probe: Probe) -> float:
+    """A number drawn after a forward in training that was refused: it must be the same on all ranks."""
+    _, model = bound(emitted, probe)
+    model.train()
+    torch.manual_seed(5)
+    try:
+        run(model, inputs_of(probe))
+    except ValueError:
+        return float(torch.rand(1))
+    raise AssertionError("it was not refused")
+
+
+def compiled_with_dropout(emitted: Emitted, probe: Probe) -> None:
+    """parallelize a model with dropout, compiled as a whole; the caller expects an error."""
+    _, model, package = reference_and_model(emitted, probe)
+    model.blocks[0].drop = nn.Dropout(0.1)
+    package.parallelize(model, package.build_mesh("cpu"), compile="model")

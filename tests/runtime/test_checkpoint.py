@@ -224,3 +224,10 @@ def test_an_interrupted_wait_forgets_no_save(monkeypatch):
     save.finished = True
     checkpoint.finish_pending()
     assert checkpoint._pending is None
+
+
+@pytest.mark.parametrize("step", [4.0, True, "8", None])
+def test_a_step_that_is_no_whole_number(tmp_path, step):
+    with pytest.raises(ValueError, match="is not a whole number"):
+        checkpoint.save_checkpoint(tmp_path, torch.nn.Linear(1, 1), step=step)
+    assert not any(tmp_path.iterdir())

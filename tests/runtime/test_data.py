@@ -228,6 +228,10 @@ def test_default_collate_and_options_of_the_data_loader():
     assert [batch.tolist() for batch in loader] == [[0, 1], [2, 3]]
 
 
+def own_generator():
+    return WeightedRandomSampler([1.0] * 4, 4, generator=torch.Generator())
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -241,6 +245,7 @@ def test_default_collate_and_options_of_the_data_loader():
         (lambda: ResumableLoader(Numbers(4), None, batch_size=1, generator=1), "generator can't be given"),
         (lambda: ResumableLoader(Stream(4), None, batch_size=1), "use ResumableStream"),
         (lambda: ResumableLoader(Numbers(4), None, batch_size=1, sampler=iter([1])), "has no length"),
+        (lambda: ResumableLoader(Numbers(4), None, batch_size=1, sampler=own_generator()), "a generator of its own"),
         (lambda: ResumableStream(Stream(4), None, batch_size=1, skip=False), "use skip=True"),
         (lambda: ResumableStream(Stream(4), None, batch_size=1, shuffle=True), "shuffle can't be given"),
         (lambda: ResumableStream(Stream(4), None, batch_size=1, split=False), "split=False is for"),

@@ -274,3 +274,18 @@ def test_bad_places(saved, tmp_path):
     ran = run("export", str(saved / "checkpoints"), "--to", str(tmp_path / "out"), "--max-shard-size", "5 parsecs")
     assert ran.exit == 2 and "max_shard_size='5 parsecs'" in ran.err
     assert names(tmp_path) == ["file"]
+    before = sorted(saved.rglob("*"))
+    for place in (saved, saved / "checkpoints", f"{saved}/checkpoints/..", saved.parent):
+        ran = run("export", str(saved / "checkpoints"), "--to", str(place), "--force")
+        assert ran.exit == 2 and "holds the checkpoint" in ran.err
+    assert sorted(saved.rglob("*")) == before
+
+
+def test_layers_without_their_adapters(tmp_path):
+    model = torch.nn.ModuleDict({"base_layer": torch.nn.Linear(2, 2)})
+    save_checkpoint(tmp_path / "runs", model, step=1)
+    (tmp_path / "config.json").write_text('{"_class_name": "WanTransformer3DModel"}')
+    config = ["--config", str(tmp_path / "config.json")]
+    ran = run("export", str(tmp_path / "runs"), "--to", str(tmp_path / "out"), *config)
+    assert ran.exit == 2 and "holds peft's layers without their adapters" in ran.err
+    assert not (tmp_path / "out").exists()

@@ -283,6 +283,10 @@ def test_checkpoints_and_models_with_other_adapters(pool: WorkerPool, ulysses, b
     for prepare, present in ((cases.nothing, "[]"), (cases.add_two, "['default', 'second']")):
         for error in pool.run(cases.error_of, ulysses, base, prepare, "load_checkpoint", directory, world_size=2):
             assert f"was saved with the adapters ['default'], the model has {present}" in error
+    for error in pool.run(
+        cases.error_of, ulysses, base, cases.add_stronger, "load_checkpoint", directory, world_size=2
+    ):
+        assert "'lora_alpha': 5," in error and "the model's with" in error and "'lora_alpha': 50," in error
     for error in pool.run(cases.error_of, ulysses, directory, cases.add, "", "", world_size=2):
         assert (
             "step_2 is a checkpoint of adapters (default): load the base model's weights with load_pretrained" in error

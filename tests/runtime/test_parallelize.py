@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,15 @@ from cpgen.runtime.data_parallel import buckets
 from cpgen.verify.pool import WorkerError, WorkerPool
 
 from .emitted import TINY, Emitted, emit
-from .model_cases import compiled_frames, gradient_reductions, late_adapter, over_data_ranks
+from .model_cases import (
+    compiled_frames,
+    compiled_with_dropout,
+    draw_after_a_bad_batch,
+    gradient_reductions,
+    late_adapter,
+    losses_with_evaluation,
+    over_data_ranks,
+)
 
 TOLERANCE = 1e-9  # float64
 WAN = "WanTransformer3DModel"
@@ -161,3 +170,27 @@ def test_an_adapter_that_comes_too_late(
     with pytest.raises(WorkerError, match=message) as caught:
         pool.run(late_adapter, tiny, tiny.probe(), data_parallel, how, str(tmp_path), world_size=4)
     assert {kind for kind, _, _ in caught.value.failures.values()} == {"ValueError"}
+
+
+@pytest.mark.parametrize(
+    ("data_parallel", "options"), [("fsdp", {}), ("fsdp", {"reshard_after_forward": False}), ("ddp", {})]
+)
+def test_a_forward_without_gradients_before_the_step_leaves_nothing_stale(
+    tiny: Emitted, pool: WorkerPool, data_parallel: str, options: dict[str, Any]
+) -> None:
+    for error in pool.run(losses_with_evaluation, tiny, tiny.probe(), data_parallel, options, world_size=2):
+        assert error <= TOLERANCE
+
+
+def test_ranks_draw_the_same_after_a_refused_batch(tiny: Emitted, pool: WorkerPool) -> None:
+    probe = tiny.probe()
+    short = {"hidden_states": {"shape": [1, 4, 1, 1]}, "timestep": {"shape": [1]}}
+    short |= {"encoder_hidden_states": {"shape": [1, 7, 16]}, "context": {"shape": [1, 3, 16]}}
+    inputs = {name: spec for name, spec in probe.inputs.items() if name != "encoder_attention_mask"} | short
+    first, second = pool.run(draw_after_a_bad_batch, tiny, replace(probe, inputs=inputs), world_size=2)
+    assert first == second
+
+
+def test_dropout_in_a_model_that_is_compiled_whole_is_refused(tiny: Emitted, pool: WorkerPool) -> None:
+    with pytest.raises(WorkerError, match=r"compile=\"model\" with dropout"):
+        pool.run(compiled_with_dropout, tiny, tiny.probe(), world_size=2)
