@@ -185,6 +185,7 @@ def _write(
         load_balance=False,
         heads=stub.heads,
         blocks=("blocks",),
+        called_alone=[],
         processors=[{"module": stub.module, "name": name} for name in stub.processors],
     )
     directory.joinpath("parallelize.py").write_text(patch(glue, broken_glue))
