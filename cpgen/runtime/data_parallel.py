@@ -142,8 +142,6 @@ def _check_options(data_parallel: str, reduce_dtype: torch.dtype | None, options
             raise ValueError(f"{name}={value!r} is not a torch.dtype, such as torch.bfloat16")
     if not isinstance(options["cpu_offload"], bool):
         raise ValueError(f"cpu_offload={options['cpu_offload']!r} is neither True nor False")
-    if data_parallel == "none" and reduce_dtype not in (None, torch.float32):
-        raise ValueError(f'data_parallel="none" reduces nothing and would ignore reduce_dtype={reduce_dtype}')
     ignored = {n: _HEEDED_BY[n] for n, value in options.items() if value and data_parallel not in _HEEDED_BY[n]}
     if ignored:
         heeding = "; ".join(f"{name} is for {' and '.join(map(repr, modes))}" for name, modes in ignored.items())

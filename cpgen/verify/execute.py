@@ -8,7 +8,6 @@ import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from inspect import signature
 from typing import Any
 
 import torch
@@ -100,7 +99,7 @@ def _run_modes(case: Case, modes: tuple[str, ...], dtype: torch.dtype) -> list[_
 
 
 def _enable_checkpointing(model: Any) -> None:
-    takes_function = bool(signature(model.enable_gradient_checkpointing).parameters)  # diffusers' own does
+    takes_function = bool(inspect.signature(model.enable_gradient_checkpointing).parameters)  # diffusers' own does
     model.enable_gradient_checkpointing(*([_checkpointed] if takes_function else []))
 
 

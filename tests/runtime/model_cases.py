@@ -324,8 +324,8 @@ def compiled_frames(
             model,
             package.build_mesh("cpu"),
             data_parallel=data_parallel,
+            reduce_dtype=torch.float64,
             compile=compile,
-            **({} if data_parallel == "none" else {"reduce_dtype": torch.float64}),
         )
     outputs = [run(each.train(), inputs_of(probe)) for each in (model, reference)]
     for output in outputs:

@@ -143,7 +143,6 @@ def test_buckets() -> None:
         ("fsdp", {"param_dtype": "bf16"}, "param_dtype='bf16' is not a torch.dtype"),
         ("ddp", {"output_dtype": 16}, "output_dtype=16 is not a torch.dtype"),
         ("fsdp", {"cpu_offload": "yes"}, "cpu_offload='yes' is neither True nor False"),
-        ("none", {}, 'data_parallel="none" reduces nothing and would ignore reduce_dtype=torch.float64'),
         ("fsdp", {"compile": "blocks"}, "compile='blocks' is none of False, True"),
     ],
 )
