@@ -8,7 +8,7 @@ An input is written as one of:
     {mask: {shape: [2, 8], keep: 0.6}, dtype: int64}    ones and zeros, holes anywhere, the first token of a row kept
     {mask: {shape: [2, 8], lengths: [8, 3]}}            ones for the first `lengths[row]` tokens
     {tensor: [[0, 1], [1, 0]], dtype: int64}            these very numbers
-    {list: [input, ...]}, {tuple: [input, ...]}, {dict: {key: input}}
+    {list: [input, ...]}, {tuple: [input, ...]}, {dict: {key: input}}      a dict's key of digits is a whole number
     {value: anything}                                   passed as it is
 
 dtypes are float32 (the default; int64 for masks), float64, int64, int32 and bool. Float tensors given by `shape`
@@ -20,6 +20,7 @@ require grad, unless `grad: false`; `low` and `high` may be given for them too (
 from __future__ import annotations
 
 import math
+import re
 import zlib
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -256,7 +257,7 @@ def _build(spec: dict[str, Any], path: Path, seed: int) -> Any:
     if "tuple" in spec:
         return tuple(_build(item, (*path, index), seed) for index, item in enumerate(spec["tuple"]))
     if "dict" in spec:
-        return {key: _build(item, (*path, key), seed) for key, item in spec["dict"].items()}
+        return {_key(key): _build(item, (*path, key), seed) for key, item in spec["dict"].items()}
     generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{format_path(path)}".encode()))
     if "mask" in spec:
         return _build_mask(spec["mask"], generator).to(getattr(torch, spec.get("dtype", "int64")))
@@ -264,6 +265,11 @@ def _build(spec: dict[str, Any], path: Path, seed: int) -> Any:
     if "tensor" in spec:
         return torch.tensor(spec["tensor"], dtype=getattr(torch, dtype))
     return _build_random(spec, dtype, generator)
+
+
+def _key(text: str) -> str | int:
+    """A dict's key: YAML keys are read as text, but one of digits is meant as a number."""
+    return int(text) if re.fullmatch(r"0|[1-9][0-9]*", text) else text
 
 
 def _build_random(spec: dict[str, Any], dtype: str, generator: torch.Generator) -> torch.Tensor:

@@ -162,3 +162,8 @@ def test_mask_by_lengths_is_a_prefix() -> None:
 def test_containers_and_values_keep_their_types() -> None:
     built = build({"dict": {"pair": {"tuple": [{"shape": [1]}, {"value": False}]}, "sizes": {"value": [1, 2]}}})
     assert isinstance(built["pair"], tuple) and built["pair"][1] is False and built["sizes"] == [1, 2]
+
+
+def test_a_dicts_key_of_digits_is_a_number() -> None:
+    """YAML's keys are read as text; OmniGen's input_image_sizes counts samples."""
+    assert list(build({"dict": {"0": {"value": 1}, "12": {"value": 2}, "01": {"value": 3}}})) == [0, 12, "01"]
