@@ -31,8 +31,8 @@ NOT_COMPILED = {
     "CosmosTransformer3DModel",
     "FluxControlNetModel",
     "HunyuanDiT2DControlNetModel",
-    "OmniGenTransformer2DModel",  # upstream branches on the largest position, a tensor's value
-    "SD3ControlNetModel",
+    "HunyuanVideo15Transformer3DModel",  # upstream asks whether there is an image: a tensor's values
+    "SD3ControlNetModel",
     "WanVACETransformer3DModel",
 }
 EIGHT = [
