@@ -32,7 +32,8 @@ NOT_COMPILED = {
     "FluxControlNetModel",
     "HunyuanDiT2DControlNetModel",
     "HunyuanVideo15Transformer3DModel",  # upstream asks whether there is an image: a tensor's values
-    "SD3ControlNetModel",
+    "OmniGenTransformer2DModel",  # upstream branches on the largest position, a tensor's value
+    "SD3ControlNetModel",
     "WanVACETransformer3DModel",
 }
 EIGHT = [
