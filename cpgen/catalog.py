@@ -12,27 +12,32 @@ from cpgen.drift import find_packages
 from cpgen.native_plan import has_native_plan, native_plan
 from cpgen.package import read_plan
 from cpgen.plan import Plan, Shard
+from cpgen.proofs import last_proven, read_proofs
 from cpgen.source import SourceTree, exported_models
 from cpgen.strategy import EXCHANGES, STRATEGIES
 from cpgen.surgery.operate import operate
 from cpgen.target import find_target, snake_case
 
+_FAMILIES = ("diffusers.models.transformers.", "diffusers.models.controlnets.")
+
 
 def catalog(out: Path) -> list[dict[str, Any]]:
-    """One row a transformer class that diffusers exports.
+    """One row a transformer or ControlNet class that diffusers exports.
 
     `state` is "emitted" if its package is in `out`, else "plan", "own plan" (the class has a _cp_plan) or "no plan".
+    `diffusers` is the range that the plan says, `proven` the newest version of it that a recorded proof is for.
     """
     tree = SourceTree()
     plans = resources.shipped_plans()
+    proofs = read_proofs()
     emitted = {name for name in find_packages(out) if _is_whole(out / name)}
     rows = []
     for model, module in sorted(exported_models(tree).items()):
-        if not module.startswith("diffusers.models.transformers."):
+        if not module.startswith(_FAMILIES):
             continue
         plan = read_plan(plans[model], f"plans/{plans[model].name}") if model in plans else None
         state = "plan" if plan else "no plan"
-        if plan is None and _has_own(model, tree):
+        if plan is None and _has_own(model, module, tree):
             state = "own plan"
         if snake_case(model) in emitted:
             state = "emitted"
@@ -44,6 +49,7 @@ def catalog(out: Path) -> list[dict[str, Any]]:
                 "strategies": list(STRATEGIES) if state != "no plan" else [],
                 "probes": [probe.name for probe in plan.probes] if plan else [],
                 "diffusers": plan.diffusers if plan else None,
+                "proven": last_proven(plan, proofs) if plan else None,
                 "state": state,
             }
         )
@@ -102,8 +108,11 @@ def _is_whole(folder: Path) -> bool:
     return manifest is not None and all((folder / name).is_file() for name in manifest["outputs"])
 
 
-def _has_own(model: str, tree: SourceTree) -> bool:
+def _has_own(model: str, module: str, tree: SourceTree) -> bool:
     """Whether the class has a _cp_plan that can be emitted."""
+    source = tree.find(module)
+    if source is None or "_cp_plan" not in source.text:  # most: don't parse them
+        return False
     try:
         target = find_target(model, tree)
         if not has_native_plan(target):

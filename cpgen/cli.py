@@ -209,23 +209,25 @@ def diff(packages: tuple[str, ...], upstream: bool, out: Path) -> None:
 @OUT
 @JSON
 def list_models(out: Path, as_json: bool) -> None:
-    """List diffusers' transformers: plan, streams, strategies, state."""
+    """List diffusers' transformers and ControlNets: plan, streams, strategies, probes, last proven version, state."""
     from cpgen.catalog import catalog
 
     rows = catalog(out)
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    titles = {"model": "model", "plan": "plan", "streams": "streams", "strategies": "strategies", "state": "state"}
-    lines = [titles, *({**row, "plan": row["plan"] or "-"} for row in rows)]
-    table = [[_joined(line[column]) for column in titles] for line in lines]
+    titles = ("model", "plan", "streams", "strategies", "probes", "proven", "state")
+    table = [titles, *(tuple(_cell(row, title) for title in titles) for row in rows)]
     widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
     for cells in table:
         click.echo("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
 
 
-def _joined(value: str | list[str]) -> str:
-    return value if isinstance(value, str) else ", ".join(value)
+def _cell(row: dict[str, Any], title: str) -> str:
+    value = row[title]
+    if title == "probes":
+        return str(len(value)) if value else "-"
+    return (", ".join(value) if isinstance(value, list) else value) or "-"
 
 
 @cli.group()

@@ -71,8 +71,8 @@ def fail(
 
 
 def did_you_mean(word: str, choices: Iterable[str]) -> str | None:
-    """'did you mean X?' for the nearest of `choices`, or None if none is near."""
-    near = difflib.get_close_matches(word, sorted(set(choices)), n=3, cutoff=0.6)
+    """'did you mean X?' for the nearest of `choices` other than itself, or None if none is near."""
+    near = difflib.get_close_matches(word, sorted(set(choices) - {word}), n=3, cutoff=0.6)
     if not near:
         return None
     return "did you mean " + " or ".join(f"'{choice}'" for choice in near) + "?"

@@ -11,9 +11,6 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
 import cpgen
 from cpgen import resources
 from cpgen.constructor import whole_number_defaults
@@ -22,6 +19,7 @@ from cpgen.native_plan import has_native_plan, native_plan
 from cpgen.plan import Plan
 from cpgen.plan_loader import load_plan
 from cpgen.plan_reader import is_name
+from cpgen.plan_versions import check_version
 from cpgen.source import SourceTree, diffusers_version
 from cpgen.strategy import Strategy, resolve
 from cpgen.surgery.edits import Insertion
@@ -106,11 +104,10 @@ def find_plan(target: Target, path: Path | None, tree: SourceTree) -> Plan:
             "CP110",
             f"no plan for {target.class_name}",
             note="it is not shipped, and the class has no _cp_plan of its own",
-            help=f"write one (docs/plans.md) and pass --plan FILE; cpgen plan infer --model {target.spec} will write "
-            f"plans in a later version",
+            help=f"cpgen plan infer --model {target.spec} finds one where it can; else write one (docs/plans.md). Then "
+            "pass --plan FILE",
         )
-    if plan.diffusers is not None:
-        _check_version(plan, diffusers_version(tree))
+    check_version(target, plan, tree)
     return plan
 
 
@@ -202,7 +199,7 @@ def default_heads(target: Target, plan: Plan) -> int | None:
         hint = did_you_mean(plan.heads, constructor.parameters)
         message = f"'{plan.heads}' (the plan's heads) is not an argument of {target.class_name}"
         note = f"its constructor is at {target.module.label}:{constructor.node.lineno}"
-        raise fail("CP104", message, note=hint or note)
+        raise fail("CP104", message, plan.heads_location, hint=hint, note=note)
     return whole_number_defaults(target).get(plan.heads)
 
 
@@ -221,19 +218,6 @@ def check_probes(target: Target, plan: Plan) -> None:
                     findings.append(Finding("CP104", message, note=note))
     if findings:
         raise CpgenError(findings)
-
-
-def _check_version(plan: Plan, version: str) -> None:
-    try:
-        fits = SpecifierSet(plan.diffusers or "").contains(Version(version), prereleases=True)
-    except InvalidVersion:
-        fits = False
-    if not fits:
-        raise fail(
-            "CP106",
-            f"{plan.name} is proven on diffusers {plan.diffusers}, but {version} is installed",
-            help="install a version in that range, or copy the plan, widen its range, and run cpgen verify",
-        )
 
 
 @dataclass(frozen=True)

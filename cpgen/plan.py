@@ -137,5 +137,8 @@ class Plan:
     probes: tuple[Probe, ...] = ()
     blocks_location: Location | None = None
     begin_location: Location | None = None
+    diffusers_location: Location | None = None
+    heads_location: Location | None = None
     name: str = ""  # as shown in messages and headers, e.g. plans/wan.yaml
     sha256: str = ""
+    meaning: str = ""  # hash of what it says of the source: all but the version range and the probes

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import re
 from typing import Any
 
@@ -33,6 +34,11 @@ def load_plan(text: str, name: str) -> Plan:
             sorted(reader.findings, key=lambda f: (f.location.line, f.location.column) if f.location else (0, 0))
         )
     return plan
+
+
+def _meaning(root: dict[str, Any]) -> str:
+    said = {key: value for key, value in root.items() if key not in ("diffusers", "probes")}
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
 class _Reader(TensorParallelReader):
@@ -66,8 +72,11 @@ class _Reader(TensorParallelReader):
             probes=self._probes(root),
             blocks_location=self._document.at(("blocks",)),
             begin_location=self._document.at(("region", "begin", "before")),
+            diffusers_location=self._document.at(("diffusers",)) if "diffusers" in root else None,
+            heads_location=self._document.at(("heads",)) if "heads" in root else None,
             name=self._document.name,
             sha256=sha256,
+            meaning=_meaning(root),
         )
 
     # Entries

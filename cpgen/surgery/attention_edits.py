@@ -46,7 +46,9 @@ def _check_complete(
     for site in plan.sites:
         if site.call >= len(calls):
             message = f"{plan.owner} has no attention call {site.call}: there are {len(calls)}, counted from 0"
-            findings.append(Finding("CP104", message, site.location))
+            place = function.module.location(function.node)
+            note = f"{plan.owner}.{function.node.name} is defined at {place.file}:{place.line}"
+            findings.append(Finding("CP104", message, site.location, note=note))
         if site.when is not None:
             unknown = sorted(parse_condition(site.when)[1] - set(function.parameters))
             for name in unknown:

@@ -126,10 +126,7 @@ def _owner(entry: AttentionFunction, target: Target, tree: SourceTree, findings:
             seen += [near for near in _imported_modules(module, tree) if near not in seen]
     node = found[0].definitions.get(found[1]) if found is not None else None
     if found is None or not isinstance(node, ast.ClassDef):
-        classes = [name for name, item in main.definitions.items() if isinstance(item, ast.ClassDef)]
-        names = [*classes, *main.imported]
-        message = f"{main.label} neither defines nor imports a class '{entry.owner}'"
-        findings.append(Finding("CP104", message, entry.location, hint=did_you_mean(entry.owner, names)))
+        findings.append(_no_owner(entry, main, seen, tree))
         return None
     for name in ("__call__", "forward"):
         function = method(found[0], node, name)
@@ -201,6 +198,18 @@ def _check_described(target: Target, plan: Plan, functions: list[Function], find
             findings.append(
                 Finding("CP104", f"'outside' names '{name}', which is not in {target.module.label}", hint=hint)
             )
+
+
+def _no_owner(entry: AttentionFunction, main: SourceModule, read: list[SourceModule], tree: SourceTree) -> Finding:
+    for module in read:
+        origin, name = module.imported.get(entry.owner, ("", None))
+        source = tree.find(origin) if name is not None and entry.owner in module.text else None
+        if source is not None:  # upstream's own import would fail, too
+            message = f"{module.label} imports '{entry.owner}', but {source.label} defines no such class"
+            return Finding("CP104", message, entry.location, hint=did_you_mean(entry.owner, source.definitions))
+    classes = [name for name, item in main.definitions.items() if isinstance(item, ast.ClassDef)]
+    message = f"{main.label} neither defines nor imports a class '{entry.owner}'"
+    return Finding("CP104", message, entry.location, hint=did_you_mean(entry.owner, [*classes, *main.imported]))
 
 
 def _free_names(function: Function, count: int) -> list[str]:

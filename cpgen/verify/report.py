@@ -133,14 +133,15 @@ def _cell(results: Sequence[Result]) -> str:
     failed = [result for result in results if not result.ok]
     if failed:
         return f"{len(failed)} of {len(results)} failed"
-    return f"{_worst(results, _forward_error)} / {_worst(results, lambda result: result.grad_max_rel)}"
+    return f"{_worst(results, forward_error)} / {_worst(results, lambda result: result.grad_max_rel)}"
 
 
 def _worst(results: Sequence[Result], error: Callable[[Result], float | None]) -> str:
     return _number(max((error(result) or 0.0 for result in results), default=None))
 
 
-def _forward_error(result: Result) -> float | None:
+def forward_error(result: Result) -> float | None:
+    """max|out - ref| / max|ref| of the worst output; None where nothing was measured."""
     if result.forward_max_abs is None or not result.reference_max_abs:
         return None
     return result.forward_max_abs / result.reference_max_abs

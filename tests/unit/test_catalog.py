@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from cpgen import resources
 from cpgen.catalog import catalog, describe
+from cpgen.native_plan import has_native_plan
 from cpgen.package import read_plan
+from cpgen.proofs import Proof, Run
+from cpgen.source import SourceTree, exported_models
+from cpgen.target import find_target
 from tests.unit.projects import MODELS, run
 
 
@@ -20,7 +25,10 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_transformer_has_a_row_and_its_state() -> None:
     rows = {row["model"]: row for row in catalog(Path("generated"))}
-    assert len(rows) > 30 and list(rows) == sorted(rows)
+    exported = exported_models(SourceTree())
+    families = ("diffusers.models.transformers.", "diffusers.models.controlnets.")
+    assert list(rows) == sorted(model for model, module in exported.items() if module.startswith(families))
+    assert len(rows) > 30 and "FluxControlNetModel" in rows
     for model in MODELS.values():
         row = rows[model]
         assert row["state"] == "plan" and row["plan"].startswith("plans/") and row["probes"] and row["streams"]
@@ -29,6 +37,31 @@ def test_every_transformer_has_a_row_and_its_state() -> None:
     assert states == {"plan", "own plan", "no plan"}
     assert all(row["plan"] is None and not row["streams"] for row in rows.values() if row["state"] != "plan")
     assert all(not row["strategies"] for row in rows.values() if row["state"] == "no plan")
+
+
+def test_proven_version_is_that_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
+    path = resources.shipped_plans()["WanTransformer3DModel"]
+    plan = read_plan(path, "plans/wan.yaml")
+    names = tuple(probe.name for probe in plan.probes)
+    proof = Proof(plan.model, "0.41.0", plan.meaning, names, (Run("ulysses", 2, 0.0, 0.0, 0),))
+    monkeypatch.setattr("cpgen.catalog.read_proofs", lambda: [proof, replace(proof, diffusers="0.42.0", error="no")])
+    rows = {row["model"]: row for row in json.loads(run("list", "--json").out)}
+    assert rows["WanTransformer3DModel"]["proven"] == "0.41.0"
+    assert rows["FluxTransformer2DModel"]["proven"] is None
+    (line,) = [line for line in run("list").out.splitlines() if line.startswith("WanTransformer3DModel ")]
+    assert line.split()[-3:] == [str(len(names)), "0.41.0", "plan"]
+
+
+def test_every_class_without_a_plan_is_told_of_plan_infer() -> None:
+    models = [row["model"] for row in catalog(Path("generated")) if row["plan"] is None]
+    assert len(models) > 10
+    tree = SourceTree()
+    for model in models:
+        if has_native_plan(find_target(model, tree)):
+            continue
+        ran = run("emit", "--model", model, "--cp", "2")
+        assert (ran.exit, ran.out) == (2, "")
+        assert f"error[CP110]: no plan for {model}\n" in ran.err and f"cpgen plan infer --model {model} " in ran.err
 
 
 def test_emitted_packages_show() -> None:
@@ -41,7 +74,7 @@ def test_emitted_packages_show() -> None:
 
 def test_table_has_a_line_a_model() -> None:
     lines = run("list").out.splitlines()
-    assert lines[0].split() == ["model", "plan", "streams", "strategies", "state"]
+    assert lines[0].split() == ["model", "plan", "streams", "strategies", "probes", "proven", "state"]
     assert len(lines) == len(catalog(Path("generated"))) + 1
     assert all(line == line.rstrip() for line in lines)
 

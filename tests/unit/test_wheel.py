@@ -48,7 +48,7 @@ def run_installed(site: Path, cwd: Path, *arguments: str) -> subprocess.Complete
 def test_wheel_holds_what_it_needs(site: Path) -> None:
     (wheel,) = site.parent.glob("*.whl")
     names = set(zipfile.ZipFile(wheel).namelist())
-    for folder, pattern in (("plans", "*.yaml"), ("templates", "*.j2")):
+    for folder, pattern in (("plans", "*.*"), ("templates", "*.j2")):
         shipped = {f"cpgen/{folder}/{path.name}" for path in (REPOSITORY / folder).glob(pattern)}
         assert shipped and shipped == {name for name in names if name.startswith(f"cpgen/{folder}/")}
     sources = {path.relative_to(REPOSITORY).as_posix() for path in (REPOSITORY / "cpgen").rglob("*.py")}
