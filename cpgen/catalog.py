@@ -62,6 +62,8 @@ def describe(plan: Plan) -> str:
     lines.append(f"blocks      {', '.join(plan.blocks)}")
     lines.append(f"streams     {', '.join(plan.streams)}")
     lines.append(f"region      begins {f'ahead of the loop over {plan.begin}' if plan.begin else 'with forward'}")
+    for refusal in plan.refusals:
+        lines.append(f"  refused   when {refusal.when}")
     for shard in plan.shards:
         lines.append(
             f"  cut       {_value(shard)}: dim {shard.dim} of {shard.ndim}, {' + '.join(shard.streams)}{_when(shard)}"

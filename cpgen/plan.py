@@ -63,6 +63,14 @@ class Prefix:
 
 
 @dataclass(frozen=True)
+class Refusal:
+    """A forward that a bound model must not run, as its numbers would be wrong: one for which `when` holds."""
+
+    when: str
+    location: Location | None = None
+
+
+@dataclass(frozen=True)
 class Whole:
     """Lengths that must be the whole streams' between two statements of an attention function."""
 
@@ -132,7 +140,8 @@ class Plan:
     prefixes: tuple[Prefix, ...]
     gathers: tuple[Gather, ...]
     attention: tuple[AttentionFunction, ...]
-    outside: tuple[str, ...] = ()  # attention modules that run before or after the region
+    refusals: tuple[Refusal, ...] = ()
+    outside: tuple[str, ...] = ()  # what attends only before or after the region, or is not called in a bound model
     tensor_parallel: tuple[TensorParallel, ...] = ()
     probes: tuple[Probe, ...] = ()
     blocks_location: Location | None = None

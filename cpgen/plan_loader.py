@@ -11,7 +11,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from cpgen.conditions import GRAMMAR, ConditionError, parse_condition
 from cpgen.diagnostics import CpgenError, did_you_mean
-from cpgen.plan import AttentionFunction, Gather, Plan, Prefix, Probe, Shard, Site, Whole
+from cpgen.plan import AttentionFunction, Gather, Plan, Prefix, Probe, Refusal, Shard, Site, Whole
 from cpgen.plan_reader import is_name
 from cpgen.plan_tensor_parallel import TensorParallelReader
 from cpgen.probes import validate_probe
@@ -54,7 +54,7 @@ class _Reader(TensorParallelReader):
         )
         self._streams = self._names(root, ("streams",))
         blocks = self._names(root, ("blocks",))
-        region = self._mapping(("region",), required=("begin", "shard", "gather"), optional=("prefix",))
+        region = self._mapping(("region",), required=("begin", "shard", "gather"), optional=("prefix", "refuse"))
         begin = self._mapping(("region", "begin"), required=("before",))
         return Plan(
             model=self._name(root, ("model",)),
@@ -67,6 +67,7 @@ class _Reader(TensorParallelReader):
             prefixes=self._each(region, ("region", "prefix"), self._prefix),
             gathers=self._each(region, ("region", "gather"), self._gather),
             attention=self._each(root, ("attention",), self._function),
+            refusals=tuple(map(self._refusal, self._items(region, ("region", "refuse")))),
             outside=self._names(root, ("outside",)) if "outside" in root else (),
             tensor_parallel=self._tensor_parallel(root, blocks),
             probes=self._probes(root),
@@ -126,6 +127,13 @@ class _Reader(TensorParallelReader):
             self._find("CP105", f"'{variable}' is not a variable's name", path, key=True)
         stream = self._stream_list({path[-1]: self._value(path)}, path)
         return Prefix(variable, stream[0] if stream else "", self._document.key(path))
+
+    def _items(self, parent: dict[str, Any], path: Path) -> list[Path]:
+        return [(*path, i) for i in self._indices(parent.get(str(path[-1]), []), path)]
+
+    def _refusal(self, path: Path) -> Refusal:
+        entry = self._mapping(path, required=("when",))
+        return Refusal(self._condition(entry, (*path, "when"), None) or "", self._document.at(path))
 
     def _function(self, path: Path) -> AttentionFunction:
         owner = str(path[-1])

@@ -38,6 +38,15 @@ class Region:
         torch.manual_seed(seed + self.binding.cp.rank)
         self._inner_rng = _rng_states()
 
+    def refuse(self, condition: str, holds: bool) -> None:
+        """Raise ValueError if `condition`, under which this forward would compute wrong numbers, `holds`."""
+        if holds:
+            self._join_rng()
+            raise ValueError(
+                f"{self.binding.model_name}: a forward with `{condition}` is not possible under context parallelism: "
+                f"its plan refuses it, as each rank would compute wrong numbers. Use a model that is not parallelized"
+            )
+
     def shard(
         self,
         value: Any,
@@ -294,6 +303,9 @@ class LocalRegion:
         return value
 
     gather = gather_within = shard
+
+    def refuse(self, condition: str, holds: bool) -> None:
+        pass
 
     def local_prefix(self, count: int, stream: str) -> int:
         return count

@@ -112,7 +112,10 @@ class _Eraser(ast.NodeTransformer):
             return ours and not any((alias.asname or alias.name) in self._bound for alias in stmt.names)
         if isinstance(stmt, ast.Expr):
             call = stmt.value
-            return isinstance(call, ast.Call) and isinstance(call.func, ast.Name) and call.func.id == "use_processors"
+            if not isinstance(call, ast.Call):
+                return False
+            named = isinstance(call.func, ast.Name) and call.func.id == "use_processors"
+            return named or _is_call_of_cp(call, {"refuse"})
         if not isinstance(stmt, ast.Assign):
             return False
         value = stmt.value.body if isinstance(stmt.value, ast.IfExp) else stmt.value

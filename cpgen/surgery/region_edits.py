@@ -27,6 +27,11 @@ def region_edits(plan: Plan, forward: Function, cp: str, findings: list[Finding]
     if begin is None:
         return []
     edits: list[Edit] = [Insertion(begin.line, begin.indent, f"{cp} = begin_region(self)", "region begins")]
+    for refusal in plan.refusals:
+        condition, names = parse_condition(refusal.when)
+        if _known(set(names), begin.line, refusal.location, forward, findings):
+            code = f'{cp}.refuse("{condition}", {condition})'
+            edits.append(Insertion(begin.line, begin.indent, code, "would be wrong on parts of a sequence"))
     for shard in plan.shards:
         edits += _shard_edits(shard, begin, forward, cp, findings)
     for prefix in plan.prefixes:

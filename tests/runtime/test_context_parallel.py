@@ -168,6 +168,18 @@ def test_wan_timesteps_that_are_not_one_a_token_are_refused(tmp_path: Path, pool
         assert "plan entry 'timestep_proj' has 9 tokens on dim 1, but stream 'latent' has 18" in message
 
 
+@pytest.mark.parametrize(("mode", "refused"), [("extract", True), ("cached", True), (None, False)])
+def test_flux2_with_a_cache_of_reference_tokens_is_refused(
+    tmp_path: Path, pool: WorkerPool, mode: str | None, refused: bool
+) -> None:
+    emitted = emit(tmp_path, "Flux2Transformer2DModel", 2)
+    cached = {"kv_cache_mode": {"value": mode}, "num_ref_tokens": {"value": 4}}
+    probe = emitted.probe()
+    probe = replace(probe, inputs=probe.inputs | cached)
+    for message in pool.run(message_for, emitted, probe, {}, world_size=2):
+        assert ("Flux2Transformer2DModel: a forward with `kv_cache_mode is not None`" in message) == refused
+
+
 # What must keep working
 
 

@@ -71,6 +71,7 @@ def plan_text(
     *,
     streams: str = "[latent]",
     prefix: str | None = None,
+    refuse: str | None = None,
     owner: str = "Processor",
     outside: str | None = None,
 ) -> str:
@@ -89,6 +90,8 @@ def plan_text(
     ]
     if prefix is not None:
         lines.insert(7, f"  prefix: {prefix}")
+    if refuse is not None:
+        lines.insert(7, f"  refuse: {refuse}")
     if outside is not None:
         lines.append(f"outside: {outside}")
     return "\n".join(lines) + "\n"

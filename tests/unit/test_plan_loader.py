@@ -206,6 +206,36 @@ def test_a_probe_adds_to_none(probe: str, message: str) -> None:
     assert found.message == message
 
 
+REFUSES = FULL.replace("  prefix:", "  refuse: [{when: mode is not None}, {when: count > 0 and x is None}]\n  prefix:")
+
+
+def test_forwards_that_are_refused() -> None:
+    plan = load_plan(REFUSES, "made.yaml")
+    assert [refusal.when for refusal in plan.refusals] == ["mode is not None", "count > 0 and x is None"]
+    assert [(r.location.line, r.location.column) for r in plan.refusals if r.location] == [(11, 12), (11, 38)]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "message", "column"),
+    [
+        ("{when: mode is not None}", "{if: mode}", "CP103", "unknown key 'if'", 13),
+        ("{when: mode is not None}", "{}", "CP107", "missing key 'when'", 12),
+        ("mode is not None", "print(mode)", "CP109", "not a condition: 'print(mode)' is not allowed", 19),
+        ("mode is not None", "mode == 'a'", "CP109", "is not allowed in a condition", 19),
+        ("mode is not None", "3", "CP109", "not a condition: 3 is not text", 19),
+    ],
+)
+def test_refusals_that_are_none(old: str, new: str, code: str, message: str, column: int) -> None:
+    found = findings(REFUSES.replace(old, new))
+    assert any(
+        finding.code == code
+        and message in finding.message
+        and finding.location is not None
+        and (finding.location.line, finding.location.column) == (11, column)
+        for finding in found
+    ), "\n".join(finding.render() for finding in found)
+
+
 def test_helper_plan_is_a_plan() -> None:
     assert load_plan(plan_text(), "made.yaml").streams == ("latent",)
 

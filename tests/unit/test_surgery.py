@@ -175,6 +175,16 @@ def test_prefix_counts_this_ranks_leading_tokens(tmp_path: Path) -> None:
     assert '        frames = cp.local_prefix(frames, "latent")  # cpgen: those in this rank\'s latent\n' in text
 
 
+def test_forwards_that_would_be_wrong_are_refused_where_the_region_begins(tmp_path: Path) -> None:
+    source = module_text(forward=FORWARD.replace("hidden_states)", "hidden_states, mode=None)", 1))
+    text = operated(tmp_path, source, plan_text(refuse="[{when: mode is not None}]"))
+    lines = [line.strip() for line in text.splitlines()]
+    begin = next(i for i, line in enumerate(lines) if line.startswith("cp = begin_region(self)"))
+    assert lines[begin + 1] == (
+        'cp.refuse("mode is not None", mode is not None)  # cpgen: would be wrong on parts of a sequence'
+    )
+
+
 def test_gather_of_one_of_several_results(tmp_path: Path) -> None:
     forward = FORWARD.replace("hidden_states = self.proj_out(", "hidden_states, rest = self.proj_out(")
     text = function_in(operated(tmp_path, module_text(forward=forward), plan_text()), "def forward")
@@ -617,6 +627,7 @@ def test_class_of_diffusers_refuses_hooks(tmp_path: Path) -> None:
             {"shard": "{hidden_states: {dim: 1, ndim: 3, stream: latent, before: bloks}}"},
             "CP104 forward neither loops over self.bloks nor calls it",
         ),
+        ("", {"refuse": "[{when: mode is not None}]"}, "CP104 'mode' has no value there in Model.forward"),
         ("", {"prefix": "{frames: latent}"}, "CP104 'frames' has no value there in Model.forward"),
         (
             "",

@@ -125,8 +125,8 @@ def test_plan_with_a_piece_replaced(data: st.DataObject) -> None:
 
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=["C"]))
 WORDS = (
-    "model diffusers heads blocks streams region begin before after shard gather prefix dim ndim stream optional when"
-    " attention sites call kind kv otherwise layout whole variables until outside probes name config inputs x"
+    "model diffusers heads blocks streams region begin before after shard gather prefix refuse dim ndim stream"
+    " optional when attention sites call kind kv otherwise layout whole variables until outside probes name config inputs x"
 )
 KEYS = st.sampled_from(WORDS.split())
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner), max_leaves=20)
