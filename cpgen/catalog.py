@@ -76,7 +76,9 @@ def describe(plan: Plan) -> str:
         lines.append(f"attention   {function.owner}")
         for site in function.sites:
             text = f"  call {site.call}    {site.kind}"
-            if site.streams:
+            if site.within:
+                text += "".join(f", in {blocks} over {' + '.join(streams)}" for blocks, streams in site.within)
+            elif site.streams:
                 text += f" over {' + '.join(site.streams)}"
             if site.when:
                 other = " + ".join(site.otherwise) if site.otherwise else "replicated keys, local"

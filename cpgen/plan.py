@@ -87,11 +87,12 @@ class Site:
 
     call: int
     kind: str  # "self", "joint", "cross", "causal"
-    streams: tuple[str, ...] = ()
+    streams: tuple[str, ...] = ()  # with `within`: all that are named there
     kv: tuple[str, ...] | None = None  # streams of keys and values where they are cut and differ
     when: str | None = None  # else: `otherwise` streams, or keys and values that every rank has
     otherwise: tuple[str, ...] | None = None
     layout: str | None = None  # None: by the function called
+    within: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (list of blocks, streams in it), where lists share the call
     location: Location | None = None
 
 
@@ -133,7 +134,7 @@ class Plan:
     model: str
     diffusers: str | None  # version specifier it was proven on
     heads: str | None  # config key with the number of query heads
-    blocks: tuple[str, ...]
+    blocks: tuple[str, ...]  # module lists; dotted where they are in a ModuleDict
     streams: tuple[str, ...]
     begin: str | None  # the region begins ahead of the first loop over this module list; None: with forward
     shards: tuple[Shard, ...]

@@ -45,6 +45,7 @@ class _Reader(TensorParallelReader):
     def __init__(self, document: YamlDocument) -> None:
         super().__init__(document)
         self._streams: tuple[str, ...] = ()
+        self._blocks: tuple[str, ...] = ()
 
     def plan(self, sha256: str) -> Plan:
         root = self._mapping(
@@ -53,7 +54,7 @@ class _Reader(TensorParallelReader):
             optional=("diffusers", "heads", "outside", "tensor_parallel", "probes"),
         )
         self._streams = self._names(root, ("streams",))
-        blocks = self._names(root, ("blocks",))
+        blocks = self._blocks = self._names(root, ("blocks",), dotted=True)
         region = self._mapping(("region",), required=("begin", "shard", "gather"), optional=("prefix", "refuse"))
         begin = self._mapping(("region", "begin"), required=("before",))
         return Plan(
@@ -157,7 +158,13 @@ class _Reader(TensorParallelReader):
     def _site(self, path: Path) -> Site:
         entry = self._mapping(path, required=("call", "kind"), optional=("stream", "kv", "when", "otherwise", "layout"))
         kind = self._choice(entry, (*path, "kind"), KINDS)
-        streams = self._stream_list(entry, (*path, "stream")) if "stream" in entry else ()
+        within = self._within((*path, "stream")) if isinstance(entry.get("stream"), dict) else ()
+        if within:
+            streams = tuple(dict.fromkeys(name for _, names in within for name in names))
+        else:
+            streams = self._stream_list(entry, (*path, "stream")) if "stream" in entry else ()
+        if within and ("when" in entry or "kv" in entry):
+            self._find("CP105", "streams by list of blocks take neither 'when' nor 'kv'", (*path, "stream"), key=True)
         if kind == "cross" and "stream" in entry and "kv" not in entry:
             self._find("CP105", "cross-attention on replicated keys takes no stream", (*path, "stream"), key=True)
         if not streams and (kind != "cross" or "kv" in entry):
@@ -176,8 +183,20 @@ class _Reader(TensorParallelReader):
             when=self._condition(entry, (*path, "when"), None),
             otherwise=self._stream_list(entry, (*path, "otherwise")) if "otherwise" in entry else None,
             layout=self._choice(entry, (*path, "layout"), LAYOUTS) if "layout" in entry else None,
+            within=within,
             location=self._document.at(path),
         )
+
+    def _within(self, path: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
+        """Streams of a call by the list of blocks that it runs in."""
+        by_list = self._mapping(path, any_key=True)
+        for name in by_list:
+            if name not in self._blocks:
+                hint, note = did_you_mean(str(name), self._blocks), f"blocks of this plan: {', '.join(self._blocks)}"
+                self._find(
+                    "CP105", f"'{name}' is none of the plan's blocks", (*path, name), key=True, hint=hint, note=note
+                )
+        return tuple((str(name), self._stream_list(by_list, (*path, name))) for name in by_list)
 
     def _whole(self, path: Path) -> Whole:
         entry = self._mapping(path, required=("variables",), optional=("after", "before", "until"))

@@ -67,13 +67,14 @@ class Reader:
             return ""
         return str(value or "")
 
-    def _names(self, parent: dict[str, Any], path: Path) -> tuple[str, ...]:
+    def _names(self, parent: dict[str, Any], path: Path, *, dotted: bool = False) -> tuple[str, ...]:
+        """A list of names; `dotted` ones may be paths of names, such as blocks.image."""
         if path[-1] not in parent:
             return ()
         names = []
         for i in self._indices(parent[str(path[-1])], path):
             value = self._value((*path, i))
-            if is_name(value):
+            if is_name(value) or (dotted and isinstance(value, str) and all(map(is_name, value.split(".")))):
                 names.append(value)
             else:
                 self._find("CP105", f"{value!r} is not a name", (*path, i))

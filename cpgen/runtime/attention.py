@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .binding import ATTRIBUTE, Binding, note_exchange
+from .binding import ATTRIBUTE, LIST, Binding, note_exchange
 from .casting import as_attention_casts, in_one_dtype
 from .collectives import all_gather, all_to_all
 from .dtensors import Following, to_local
@@ -399,16 +399,28 @@ def attention_site(
     layout: str = "BSHD",
     transposed: bool = False,
     when: bool = True,
+    within: dict[str, tuple[str, ...]] | None = None,
 ) -> AttentionSite | LocalAttention:
     """The exchange for an attention call inside `attention`, whose queries are `streams` one after the other.
 
     `kv` names the streams of keys and values where they differ. With `when` false the call is local: its keys and
     values are replicated. `layout` is that of query, key and value in the call: "BSHD" or "BHSD"; `transposed` if ahead
-    of the call, where they are exchanged, they have the other one.
+    of the call, where they are exchanged, they have the other one. `within` gives the streams by the list of blocks
+    that `attention` is in, where several lists share the call; outside of all lists it is local.
+    Raises ValueError for a list that is not in it.
     """
     binding = getattr(attention, ATTRIBUTE, None)
     if binding is None or not when:
         return LOCAL_ATTENTION
+    if within is not None:
+        blocks = getattr(attention, LIST, None)
+        if blocks is None:
+            return LOCAL_ATTENTION
+        if blocks not in within:
+            raise ValueError(
+                f"{binding.model_name}: attention in {blocks} runs a processor for those in {', '.join(within)} only"
+            )
+        streams = within[blocks]
     return AttentionSite(binding, streams, streams if kv is None else kv, layout, transposed)
 
 

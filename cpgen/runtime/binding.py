@@ -14,6 +14,7 @@ from .mesh import axis_size, split_cp
 from .region import LocalRegion, Region
 
 ATTRIBUTE = "_cpgen_binding"  # set on every module of a bound model
+LIST = "_cpgen_list"  # set on every module inside of the blocks: the name of their list
 _LOCAL_REGION = LocalRegion()
 _exchanged: set[str] = set()  # keys of the bindings whose attention has looked past this rank's tokens
 
@@ -69,7 +70,7 @@ class Binding:
         self.region: Region | None = None
         self.pinned = False
         self.key = uuid.uuid4().hex  # text: compiled code is made anew for another one
-        self._blocks = blocks
+        self.blocks = blocks
         self._processors = processors
         self._attention: list[torch.nn.Module] = []
         self._seen: set[tuple[tuple[str, int], ...]] = set()
@@ -83,7 +84,7 @@ class Binding:
     @property
     def has_attention(self) -> bool:
         """Whether there are blocks at all: a model of no layers has nothing to exchange."""
-        return any(True for blocks in self._blocks for _ in blocks.children())
+        return any(True for blocks in self.blocks for _ in blocks.children())
 
     def check_attention(self) -> None:
         """Raise ValueError if a block's attention runs a processor, or is a module, without context-parallel calls."""
@@ -93,7 +94,7 @@ class Binding:
                 self._check_processor(module)
             return
         self._attention = []
-        for block in self._blocks:
+        for block in self.blocks:
             for name, module in block.named_modules():
                 if callable(getattr(module, "processor", None)):
                     self._check_processor(module)
@@ -168,6 +169,10 @@ def bind_context_parallel(
     binding = Binding(type(model).__name__, cp, outer, ulysses, load_balance, tuple(blocks), tuple(processors))
     for module in model.modules():
         setattr(module, ATTRIBUTE, binding)
+    names = {module: name for name, module in model.named_modules()}
+    for block_list in binding.blocks:
+        for module in block_list.modules():
+            setattr(module, LIST, names[block_list])
     binding.check_attention()
 
 

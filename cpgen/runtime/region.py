@@ -62,7 +62,8 @@ class Region:
 
         `value` is a tensor of `ndim` dims, or a nested tuple, list or dict in which `path` (indices, keys, "*" for
         every element) leads to such tensors. `stream` names the tokens that `dim` counts; a tuple means several
-        streams one after the other. The first tensor of a stream sets its length, the others must agree.
+        streams one after the other. The first tensor of a stream sets its length, the others must agree. A stream
+        whose values are all None (`optional`) has no tokens in this forward.
         Backward: the gradient is padded with zeros, without communication.
 
         Raises ValueError if a tensor is missing (unless `optional`), has another ndim, another length, or fewer
@@ -190,6 +191,8 @@ class Region:
 
     def _shard(self, value: Any, label: str, dim: int, ndim: int | None, stream: Streams, optional: bool) -> Any:
         if value is None and optional:
+            if isinstance(stream, str):
+                self.lengths.setdefault(stream, 0)  # attention over several streams goes on without this one
             return None
         tensor = self._check(value, label, ndim, dim)
         size = tensor.shape[dim]
@@ -223,7 +226,7 @@ class Region:
                 f"{self.binding.model_name}: plan entry {label!r}: stream {stream!r} has {size} tokens on dim {dim}, "
                 f"fewer than the context-parallel degree {degree}; every rank needs at least one"
             )
-        known = self.lengths.setdefault(stream, size)
+        known = self.lengths[stream] = self.lengths.get(stream) or size
         if known != size:
             raise ValueError(
                 f"{self.binding.model_name}: plan entry {label!r} has {size} tokens on dim {dim}, but stream "

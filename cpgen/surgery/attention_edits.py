@@ -155,10 +155,12 @@ def _site_code(site: Site, module: str, called: str, transposed: bool, cp: str) 
     layout = site.layout or ATTENTION_LAYOUT[called]
 
     def site_of(streams: tuple[str, ...], kv: tuple[str, ...] | None, when: str | None = None) -> str:
-        arguments = [module, *(f'"{name}"' for name in streams)]
+        arguments = [module, *map(_quoted, streams)]
+        if site.within:
+            by_list = ", ".join(f"{_quoted(name)}: {_tuple(of)}" for name, of in site.within)
+            arguments = [module, f"within={{{by_list}}}"]
         if kv is not None:
-            names = ", ".join(f'"{name}"' for name in kv)
-            arguments.append(f"kv=({names},)" if len(kv) == 1 else f"kv=({names})")
+            arguments.append(f"kv={_tuple(kv)}")
         if layout != "BSHD":
             arguments.append(f'layout="{layout}"')
         if transposed:
@@ -172,7 +174,17 @@ def _site_code(site: Site, module: str, called: str, transposed: bool, cp: str) 
     return f"{cp} = {site_of(site.streams, site.kv)} if {site.when} else {site_of(site.otherwise, None)}"
 
 
+def _quoted(name: str) -> str:
+    return f'"{name}"'
+
+
+def _tuple(names: tuple[str, ...]) -> str:
+    return f"({', '.join(map(_quoted, names))}{',' if len(names) == 1 else ''})"
+
+
 def _site_reason(site: Site) -> str:
+    if site.within:
+        return "attention over the streams of the list of blocks that it is in"
     if site.when is None or site.otherwise:
         return f"{site.kind} attention"
     return f"{site.kind} attention, else local: every rank has all keys"

@@ -149,12 +149,18 @@ def _check_class(target: Target, plan: Plan, findings: list[Finding]) -> None:
     if plan.model != target.class_name:
         findings.append(Finding("CP105", f"{plan.name} is a plan for {plan.model}, not for {target.class_name}"))
     attributes = submodules(target.node)
+    place = plan.blocks_location or plan_location(plan)
+    items = {ast.unparse(node) for node in ast.walk(target.node) if isinstance(node, ast.Subscript)}
     for name in plan.blocks:
-        if name not in attributes:
-            message = f"{target.class_name} has no module '{name}'"
-            hint = did_you_mean(name, attributes)
-            place = plan.blocks_location or plan_location(plan)
+        module, *keys = name.split(".")
+        item = f"self.{module}" + "".join(f"[{key!r}]" for key in keys)
+        if module not in attributes:
+            message = f"{target.class_name} has no module '{module}'"
+            hint = did_you_mean(module, attributes)
             findings.append(Finding("CP104", message, place, hint=hint, note="named in the plan's blocks"))
+        elif keys and item not in items:
+            message = f"{target.class_name} nowhere reads {item}"
+            findings.append(Finding("CP104", message, place, note=f"'{name}' is named in the plan's blocks"))
 
 
 def _check_described(target: Target, plan: Plan, functions: list[Function], findings: list[Finding]) -> None:

@@ -96,7 +96,8 @@ def test_shipped_plans_load(path) -> None:  # type: ignore[no-untyped-def]
         ('">=0.42,<0.43"', "newest", "CP105", "'newest' is not a version range", 2, 12),
         ('">=0.42,<0.43"', "0.42", "CP105", "0.42 is not a version range", 2, 12),
         ("heads: num_heads", "heads: __class__", "CP105", "'__class__' is not a name", 3, 8),
-        ("[blocks, more]", "[blocks, 'a.b']", "CP105", "'a.b' is not a name", 4, 18),
+        ("[blocks, more]", "[blocks, 'a..b']", "CP105", "'a..b' is not a name", 4, 18),
+        ("[blocks, more]", "[blocks, 'a.b()']", "CP105", "'a.b()' is not a name", 4, 18),
         ("[blocks, more]", "blocks", "CP105", "expected a list", 4, 9),
         ("[text, latent]\nregion", "[text, latent, 'a\"; x']\nregion", "CP105", "is not a name", 5, 25),
         ("[text, latent]\nregion", "[text, latent, lambda]\nregion", "CP105", "'lambda' is not a name", 5, 25),
@@ -204,6 +205,41 @@ def test_a_probe_adds_to_an_earlier_one() -> None:
 def test_a_probe_adds_to_none(probe: str, message: str) -> None:
     (found,) = findings(FULL + f"  - {probe}\n")
     assert found.message == message
+
+
+BY_LIST = FULL.replace("blocks: [blocks, more]", "blocks: [blocks, more.image]").replace(
+    "stream: latent, when: x is None, otherwise: text", "stream: {blocks: latent, more.image: [text, latent]}"
+)
+
+
+def test_streams_by_the_list_of_blocks() -> None:
+    plan = load_plan(BY_LIST.replace("kind: self", "kind: joint"), "made.yaml")
+    site = plan.attention[0].sites[1]
+    assert plan.blocks == ("blocks", "more.image")
+    assert site.within == (("blocks", ("latent",)), ("more.image", ("text", "latent")))
+    assert site.streams == ("latent", "text")  # all of them, for what only asks which are exchanged
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "message", "column"),
+    [
+        ("{blocks: latent, more", "{block: latent, more", "CP105", "'block' is none of the plan's blocks", 38),
+        ("{blocks: latent, more", "{blocks: laten, more", "CP105", "unknown stream 'laten'", 46),
+        ("{blocks: latent, more", "{blocks: [], more", "CP105", "an empty list of streams", 46),
+        ("{blocks: latent, more.image: [text, latent]}", "{}", "CP105", "unknown stream {}", 37),
+        ("layout: BHSD}\n  Two", "when: x is None}\n  Two", "CP105", "take neither 'when' nor 'kv'", 29),
+        ("kind: self", "kind: cross", "CP105", "takes no stream", 30),
+    ],
+)
+def test_streams_by_list_that_cannot_be(old: str, new: str, code: str, message: str, column: int) -> None:
+    found = findings(BY_LIST.replace(old, new))
+    assert any(
+        finding.code == code
+        and message in finding.message
+        and finding.location is not None
+        and (finding.location.line, finding.location.column) == (17, column)
+        for finding in found
+    ), "\n".join(finding.render() for finding in found)
 
 
 REFUSES = FULL.replace("  prefix:", "  refuse: [{when: mode is not None}, {when: count > 0 and x is None}]\n  prefix:")

@@ -185,6 +185,19 @@ def test_forwards_that_would_be_wrong_are_refused_where_the_region_begins(tmp_pa
     )
 
 
+def test_streams_by_the_list_of_blocks(tmp_path: Path) -> None:
+    source = module_text().replace(
+        "self.proj_out = nn", 'self.kinds = {}\n        self.kinds["a"] = 1\n        self.proj_out = nn'
+    )
+    plan = plan_text(
+        streams="[text, latent]", sites="[{call: 0, kind: joint, stream: {blocks: latent, kinds.a: [text, latent]}}]"
+    ).replace("blocks: [blocks]", "blocks: [blocks, kinds.a]")
+    text = operated(tmp_path, source, plan)
+    assert 'cp = attention_site(attn, within={"blocks": ("latent",), "kinds.a": ("text", "latent")})  # cpgen:' in text
+    plan = plan.replace("kinds.a", "kinds.b")
+    assert findings(tmp_path, source, plan) == ["CP104 Model nowhere reads self.kinds['b']"]
+
+
 def test_gather_of_one_of_several_results(tmp_path: Path) -> None:
     forward = FORWARD.replace("hidden_states = self.proj_out(", "hidden_states, rest = self.proj_out(")
     text = function_in(operated(tmp_path, module_text(forward=forward), plan_text()), "def forward")

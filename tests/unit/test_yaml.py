@@ -126,7 +126,8 @@ def test_plan_with_a_piece_replaced(data: st.DataObject) -> None:
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.characters(exclude_categories=["C"]))
 WORDS = (
     "model diffusers heads blocks streams region begin before after shard gather prefix refuse dim ndim stream"
-    " optional when attention sites call kind kv otherwise layout whole variables until outside probes name config inputs x"
+    " optional when attention sites call kind kv otherwise layout whole variables until"
+    " outside probes name config inputs x"
 )
 KEYS = st.sampled_from(WORDS.split())
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner), max_leaves=20)
@@ -137,6 +138,10 @@ TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dic
 @example({"region": {"begin": {"before": [1]}, "shard": [], "gather": {"x": None}}, "attention": {"A": {"sites": 3}}})
 @example({"probes": [{"name": 1, "config": [], "inputs": {"x": {"shape": {}}}}], "streams": [["a"], {"b": 1}]})
 @example({"streams": ["a"], "region": {"shard": {"x": {"stream": {"a": 1}}, "y": {"stream": [["a"]]}}}})
+@example(
+    {"streams": ["a"], "blocks": ["b"], "attention": {"A": [{"call": 0, "stream": {"b": {"a": 1}, "c.d": ["a"]}}]}}
+)
+@example({"region": {"refuse": [{"when": [1]}, 3]}})
 @example({"attention": {"A": [{"call": 0, "kind": {"self": 1}, "layout": ["BSHD"], "stream": None}]}})
 def test_any_tree(tree: dict[str, object]) -> None:
     plan_or_findings(yaml.safe_dump(tree, allow_unicode=True))
