@@ -47,3 +47,4 @@ def test_error_joins_its_findings() -> None:
 def test_near_matches() -> None:
     assert did_you_mean("blcks", ["blocks", "norm", "block"]) == "did you mean 'blocks' or 'block'?"
     assert did_you_mean("zzz", ["blocks"]) is None
+    assert did_you_mean("proj_out", ["proj_out", "norm_out"]) == "did you mean 'norm_out'?"
