@@ -67,6 +67,7 @@ def describe(plan: Plan) -> str:
     for shard in plan.shards:
         lines.append(
             f"  cut       {_value(shard)}: dim {shard.dim} of {shard.ndim}, {' + '.join(shard.streams)}{_when(shard)}"
+            + (f", behind {shard.start} others" if shard.start else "")
         )
     for prefix in plan.prefixes:
         lines.append(f"  count     {prefix.variable}: leading tokens of {prefix.stream}")
@@ -84,6 +85,10 @@ def describe(plan: Plan) -> str:
                 other = " + ".join(site.otherwise) if site.otherwise else "replicated keys, local"
                 text += f" when {site.when}, else {other}"
             lines.append(text)
+        for shard in function.shards:
+            lines.append(
+                f"  cut       {shard.variable}: dim {shard.dim} of {shard.ndim}, {shard.streams[0]}, behind it"
+            )
     for name in plan.outside:
         lines.append(f"outside     {name}")
     for name in dict.fromkeys(entry.blocks for entry in plan.tensor_parallel):

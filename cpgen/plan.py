@@ -7,6 +7,13 @@ from typing import Any
 
 from cpgen.diagnostics import Location
 
+CONFIG = "self.config."
+
+
+def is_config(count: str) -> bool:
+    """Whether a count of tokens is an entry of the model's config, as forward reads it, and not a variable."""
+    return count.startswith(CONFIG)
+
 
 @dataclass(frozen=True)
 class Probe:
@@ -23,7 +30,8 @@ class Shard:
     """One value to cut. `path` leads into tuples, lists and dicts; "*" is every element.
 
     It is cut where the region begins, or behind the statement that calls module `after`, or ahead of the first loop
-    over module list `before`, or as an argument of each call of module `argument_of`.
+    over module list `before`, or as an argument of each call of module `argument_of`. `start` is the number of tokens
+    that its stream has ahead of the value's first: a variable, or an entry of the config.
     """
 
     variable: str
@@ -37,11 +45,13 @@ class Shard:
     before: str | None = None
     argument_of: str | None = None
     location: Location | None = None
+    start: str | None = None
 
 
 @dataclass(frozen=True)
 class Gather:
-    """One value to put together again: right after the statement that calls module `after`, or that assigns it last."""
+    """One value to put together again: right after the statement that calls module `after`, or the loop over module
+    list `after`, or the statement that assigns it last."""
 
     variable: str
     path: tuple[str | int, ...]
@@ -57,7 +67,7 @@ class Gather:
 class Prefix:
     """A host number of leading tokens, to become the number of those in this rank's part."""
 
-    variable: str
+    variable: str  # or an entry of the config
     stream: str
     location: Location | None = None
 
@@ -103,6 +113,7 @@ class AttentionFunction:
     owner: str  # class name, in the model's file or in one it imports from
     sites: tuple[Site, ...]
     whole: tuple[Whole, ...] = ()
+    shards: tuple[Shard, ...] = ()  # what the calls read whole, and the code behind them by this rank's tokens
     location: Location | None = None
 
 

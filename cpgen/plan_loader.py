@@ -11,7 +11,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from cpgen.conditions import GRAMMAR, ConditionError, parse_condition
 from cpgen.diagnostics import CpgenError, did_you_mean
-from cpgen.plan import AttentionFunction, Gather, Plan, Prefix, Probe, Refusal, Shard, Site, Whole
+from cpgen.plan import CONFIG, AttentionFunction, Gather, Plan, Prefix, Probe, Refusal, Shard, Site, Whole
 from cpgen.plan_reader import is_name
 from cpgen.plan_tensor_parallel import TensorParallelReader
 from cpgen.probes import validate_probe
@@ -85,24 +85,39 @@ class _Reader(TensorParallelReader):
 
     def _shard(self, path: Path) -> Shard:
         entry = self._mapping(
-            path, required=("dim", "ndim", "stream"), optional=("optional", "when", "after", "before")
+            path, required=("dim", "ndim", "stream"), optional=("optional", "when", "after", "before", "start")
         )
         if "after" in entry and "before" in entry:
             self._find("CP105", "'after' and 'before' say two places", path, key=True)
         variable, steps = self._variable(path)
         dim, ndim = self._dims(entry, path)
+        streams = self._stream_list(entry, (*path, "stream"))
+        if "start" in entry and len(streams) > 1:
+            self._find("CP105", "'start' counts tokens of one stream", (*path, "start"), key=True)
         return Shard(
             variable,
             steps,
             dim,
             ndim,
-            self._stream_list(entry, (*path, "stream")),
+            streams,
             self._typed(entry, (*path, "optional"), bool, False),
             self._condition(entry, (*path, "when"), variable),
             self._name(entry, (*path, "after")) if "after" in entry else None,
             self._name(entry, (*path, "before")) if "before" in entry else None,
+            start=self._count(entry["start"], (*path, "start")) if "start" in entry else None,
             location=self._document.key(path),
         )
+
+    def _shard_behind_calls(self, path: Path) -> Shard:
+        entry = self._mapping(path, required=("dim", "ndim", "stream"), optional=("optional",))
+        if not is_name(path[-1]):
+            self._find("CP105", f"'{path[-1]}' is not a variable's name", path, key=True)
+        dim, ndim = self._dims(entry, path)
+        streams = self._stream_list(entry, (*path, "stream"))
+        if len(streams) > 1:
+            self._find("CP105", "a value in an attention function is cut along one stream", (*path, "stream"))
+        optional = self._typed(entry, (*path, "optional"), bool, False)
+        return Shard(str(path[-1]), (), dim, ndim, streams, optional, location=self._document.key(path))
 
     def _gather(self, path: Path) -> Gather:
         entry = self._mapping(path, required=("dim", "ndim", "stream"), optional=("after", "optional"))
@@ -123,9 +138,7 @@ class _Reader(TensorParallelReader):
         )
 
     def _prefix(self, path: Path) -> Prefix:
-        variable = str(path[-1])
-        if not is_name(variable):
-            self._find("CP105", f"'{variable}' is not a variable's name", path, key=True)
+        variable = self._count(path[-1], path, key=True)
         stream = self._stream_list({path[-1]: self._value(path)}, path)
         return Prefix(variable, stream[0] if stream else "", self._document.key(path))
 
@@ -141,19 +154,21 @@ class _Reader(TensorParallelReader):
         if not is_name(owner):
             self._find("CP105", f"'{owner}' is not a class name", path, key=True)
         whole: tuple[Whole, ...] = ()
+        shards: tuple[Shard, ...] = ()
         sites_path = path
         if isinstance(self._value(path), dict):
-            entry = self._mapping(path, required=("sites",), optional=("whole",))
+            entry = self._mapping(path, required=("sites",), optional=("whole", "shard"))
             sites_path = (*path, "sites")
             whole = tuple(
                 self._whole((*path, "whole", i)) for i in self._indices(entry.get("whole", []), (*path, "whole"))
             )
+            shards = self._each(entry, (*path, "shard"), self._shard_behind_calls)
         sites = tuple(self._site((*sites_path, i)) for i in self._indices(self._value(sites_path), sites_path))
         calls = [site.call for site in sites]
         for i, call in enumerate(calls):
             if call in calls[:i]:
                 self._find("CP105", f"call {call} is described twice", (*sites_path, i))
-        return AttentionFunction(owner, sites, whole, self._document.key(path))
+        return AttentionFunction(owner, sites, whole, shards, self._document.key(path))
 
     def _site(self, path: Path) -> Site:
         entry = self._mapping(path, required=("call", "kind"), optional=("stream", "kv", "when", "otherwise", "layout"))
@@ -273,6 +288,13 @@ class _Reader(TensorParallelReader):
         if step == "*":
             return step
         return step[1:-1] if step.startswith("'") else int(step)
+
+    def _count(self, value: Any, path: Path, *, key: bool = False) -> str:
+        """A host number of tokens: a variable, or an entry of the config."""
+        if not isinstance(value, str) or not is_name(value.removeprefix(CONFIG)):
+            note = f"a variable, or an entry of the config as forward reads it: {CONFIG}NAME"
+            self._find("CP105", f"{value!r} is not a number of tokens", path, key=key, note=note)
+        return str(value)
 
     def _dims(self, entry: dict[str, Any], path: Path) -> tuple[int, int]:
         ndim = self._typed(entry, (*path, "ndim"), int, 0, lambda v: 1 <= v <= _MAX_NDIM)

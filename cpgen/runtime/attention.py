@@ -16,8 +16,8 @@ from .collectives import all_gather, all_to_all
 from .dtensors import Following, to_local
 from .kernels import choose_kernel
 from .masks import check_mask, four_dims, is_key_mask
-from .parts import HeadPart, head_parts
-from .region import Region
+from .parts import HeadPart, head_parts, segments
+from .region import Region, checked
 from .ring import ring_attention
 from .rows import in_order, model_to_rank, pad_rows, rank_to_model
 
@@ -167,6 +167,43 @@ class AttentionSite:
         """
         return partial(self._ring_attention, attention)
 
+    def trading_heads(self, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`attention` between `seq_to_heads` and `heads_to_seq`, for calls that read tensors in common: each exchanges
+        its own. `attn_mask` is over whole sequences.
+        """
+        return partial(self._trading_heads, attention)
+
+    def gathering_kv(self, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        """`attention` behind `gather_kv`, for calls that read tensors in common. `attn_mask` is over whole sequences;
+        causal attention as in `own_queries`."""
+        return partial(self._gathering_kv, attention)
+
+    def _trading_heads(
+        self,
+        attention: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *rest: Any,
+        **options: Any,
+    ) -> Tensor:
+        query, key, value = self.seq_to_heads(query, key, value)
+        return self.heads_to_seq(attention(query, key, value, self.mask_heads(attn_mask), *rest, **options))
+
+    def _gathering_kv(
+        self,
+        attention: Callable[..., Tensor],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        *rest: Any,
+        **options: Any,
+    ) -> Tensor:
+        key, value = self.gather_kv(query, key, value)
+        return self._own_queries(attention, query, key, value, self.mask_rows(attn_mask), *rest, **options)
+
     def _own_queries(
         self,
         attention: Callable[..., Tensor],
@@ -292,6 +329,19 @@ class AttentionSite:
         mine = self._resolved().positions(self._streams)[self._binding.outer.rank]
         return torch.cat([mask.narrow(-2, start, size) for start, size in mine], dim=-2)
 
+    def shard(self, value: Any, name: str, *, dim: int, ndim: int, stream: str, optional: bool = False) -> Any:
+        """This rank's part of a tensor over all tokens of `stream`, for its tokens ahead of or behind the call.
+
+        As in `Region.shard`. Raises ValueError likewise.
+        """
+        if value is None and optional:
+            return None
+        cp = self._binding.cp
+        size = checked(value, name, ndim, dim, self._binding.model_name).shape[dim]
+        tokens = sum(size for _, size in segments(size, cp.degree, self._binding.balanced)[cp.rank])
+        region = self._region or self._binding.region_of((stream,), tokens)
+        return region.shard(value, name, dim=dim, ndim=ndim, stream=stream)
+
     def whole_length(self, length: int, *streams: str) -> int:
         """The tokens of `streams` on all ranks, given `length`, those of this rank."""
         region = self._region = self._binding.region_of(streams, length)
@@ -381,7 +431,10 @@ class LocalAttention:
     def ring_attention(self, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
         return attention
 
-    own_queries = ring_attention
+    own_queries = trading_heads = gathering_kv = ring_attention
+
+    def shard(self, value: Any, name: str, **_: Any) -> Any:
+        return value
 
     def whole_length(self, length: int, *streams: str) -> int:
         return length

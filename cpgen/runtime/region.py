@@ -56,6 +56,7 @@ class Region:
         ndim: int | None,
         stream: Streams,
         optional: bool = False,
+        start: int = 0,
         when: bool = True,
     ) -> Any:
         """This rank's part of `value` along `dim`, in a new container where `path` leads into one.
@@ -63,7 +64,8 @@ class Region:
         `value` is a tensor of `ndim` dims, or a nested tuple, list or dict in which `path` (indices, keys, "*" for
         every element) leads to such tensors. `stream` names the tokens that `dim` counts; a tuple means several
         streams one after the other. The first tensor of a stream sets its length, the others must agree. A stream
-        whose values are all None (`optional`) has no tokens in this forward.
+        whose values are all None (`optional`) has no tokens in this forward. A tensor that lacks the first `start`
+        tokens of its stream is cut where those that have them are: a part of it may be empty.
         Backward: the gradient is padded with zeros, without communication.
 
         Raises ValueError if a tensor is missing (unless `optional`), has another ndim, another length, or fewer
@@ -71,10 +73,14 @@ class Region:
         """
         if not when:
             return value
+
+        def apply(part: Any, label: str) -> Any:
+            return self._shard(part, label, dim, ndim, stream, optional, start)
+
         if torch.compiler.is_compiling():
-            return self._at(value, name, path, lambda x, label: self._shard(x, label, dim, ndim, stream, optional))
+            return self._at(value, name, path, apply)
         try:
-            return self._at(value, name, path, lambda x, label: self._shard(x, label, dim, ndim, stream, optional))
+            return self._at(value, name, path, apply)
         except ValueError:
             self._join_rng()  # the caller may skip this batch: what it draws next must be the same on all ranks
             raise
@@ -176,34 +182,24 @@ class Region:
         items = [self._at(v, f"{label}[{i}]", rest, apply) if i in chosen else v for i, v in enumerate(value)]
         return tuple(items) if isinstance(value, tuple) else items
 
-    def _check(self, value: Any, label: str, ndim: int | None, dim: int) -> Tensor:
-        if not isinstance(value, Tensor):
-            raise ValueError(
-                f"{self.binding.model_name}: plan entry {label!r}: expected a tensor to cut on dim {dim}, "
-                f"got {_describe(value)}"
-            )
-        if (value.ndim <= dim) if ndim is None else (value.ndim != ndim):
-            raise ValueError(
-                f"{self.binding.model_name}: plan entry {label!r} says ndim {ndim}, cut on dim {dim}, but the tensor "
-                f"has {value.ndim}: shape {tuple(value.shape)}"
-            )
-        return value
-
-    def _shard(self, value: Any, label: str, dim: int, ndim: int | None, stream: Streams, optional: bool) -> Any:
+    def _shard(
+        self, value: Any, label: str, dim: int, ndim: int | None, stream: Streams, optional: bool, start: int
+    ) -> Any:
         if value is None and optional:
             if isinstance(stream, str):
                 self.lengths.setdefault(stream, 0)  # attention over several streams goes on without this one
             return None
-        tensor = self._check(value, label, ndim, dim)
+        tensor = checked(value, label, ndim, dim, self.binding.model_name)
         size = tensor.shape[dim]
         if isinstance(stream, str):
-            self._register(stream, size, label, dim)
+            self._register(stream, start + size, f"{label} with {start} ahead" if start else label, dim)
             stream = (stream,)
-        return self.local_rows(tensor, label, dim, stream)
+        return self._local_rows(tensor, label, dim, stream, start)
 
-    def local_rows(self, tensor: Tensor, label: str, dim: int, streams: tuple[str, ...]) -> Tensor:
-        """This rank's part of each of `streams`, which lie one after the other on `dim`: a copy, contiguous."""
-        total = sum(self.lengths[stream] for stream in streams)
+    def _local_rows(self, tensor: Tensor, label: str, dim: int, streams: tuple[str, ...], start: int) -> Tensor:
+        """This rank's part of each of `streams`, which lie one after the other on `dim`, without the first `start`
+        tokens: a copy, contiguous."""
+        total = sum(self.lengths[stream] for stream in streams) - start
         if tensor.shape[dim] != total:
             lengths = " + ".join(f"{s} {self.lengths[s]}" for s in streams)
             raise ValueError(
@@ -212,10 +208,11 @@ class Region:
             )
         # A plan names several streams where the source concatenates them: the dim is their sum.
         pieces = []
-        offset = 0
+        offset = -start
         for stream in streams:
-            mine = self.segments(stream)[self.binding.cp.rank]
-            pieces += [tensor.narrow(dim, offset + start, size) for start, size in mine]
+            for at, size in self.segments(stream)[self.binding.cp.rank]:
+                first, end = max(offset + at, 0), max(offset + at + size, 0)
+                pieces.append(tensor.narrow(dim, first, end - first))
             offset += self.lengths[stream]
         return torch.cat(pieces, dim=dim) if len(pieces) > 1 else pieces[0].contiguous()
 
@@ -234,8 +231,8 @@ class Region:
             )
 
     def _gather(self, value: Any, label: str, dim: int, ndim: int | None, stream: str, replicated: bool) -> Tensor:
-        tensor = self._check(value, label, ndim, dim)
         binding = self.binding
+        tensor = checked(value, label, ndim, dim, binding.model_name)
         cp = binding.cp
         sizes = self.part_sizes(stream)
         if tensor.shape[dim] != sizes[cp.rank]:
@@ -271,6 +268,20 @@ class Region:
             self._outer_rng = None
             if drawn:
                 torch.randint(2**62, (1,))  # so that the next region draws others
+
+
+def checked(value: Any, label: str, ndim: int | None, dim: int, model_name: str) -> Tensor:
+    """`value`, if it is a tensor of `ndim` dims (None: any that have `dim`). Else raises ValueError."""
+    if not isinstance(value, Tensor):
+        raise ValueError(
+            f"{model_name}: plan entry {label!r}: expected a tensor to cut on dim {dim}, got {_describe(value)}"
+        )
+    if (value.ndim <= dim) if ndim is None else (value.ndim != ndim):
+        raise ValueError(
+            f"{model_name}: plan entry {label!r} says ndim {ndim}, cut on dim {dim}, but the tensor has {value.ndim}: "
+            f"shape {tuple(value.shape)}"
+        )
+    return value
 
 
 def _rng_states() -> list[Tensor]:

@@ -10,13 +10,13 @@ from cpgen.plan import AttentionFunction, Site, Whole
 from cpgen.strategy import Exchange
 from cpgen.surgery.edits import Edit, Insertion
 from cpgen.surgery.functions import ATTENTION_LAYOUT, Function, argument, attention_function, may_be_causal
-from cpgen.surgery.region_edits import wrap
+from cpgen.surgery.region_edits import shard_arguments, wrap
 
 
 def attention_edits(
     plan: AttentionFunction, function: Function, exchange: Exchange, names: list[str], findings: list[Finding]
 ) -> list[Edit]:
-    """The edits to one attention function. `names` are free variable names for its sites, one each."""
+    """The edits to one attention function. `names` are free variable names, as many as `variables_of` says."""
     calls = function.attention_calls()
     _check_complete(plan, function, calls, findings)
     edits: list[Edit] = []
@@ -24,13 +24,28 @@ def attention_edits(
     for site, cp in zip(exchanging, names, strict=False):
         call = calls[site.call]
         assert isinstance(call, ast.Call)
-        edits += _site_edits(site, call, function, exchange, cp, findings)
+        statement = function.statement_of(call)
+        together = any(other is not call and function.statement_of(other) is statement for other in calls)
+        edits += _site_edits(site, call, function, exchange, together, cp, findings)
+    if plan.shards and calls:
+        edits += _cut_edits(plan, function, calls, names, findings)
     if plan.whole and not exchanging:
         findings.append(Finding("CP105", f"{plan.owner} has no site that exchanges tokens", plan.location))
     elif plan.whole:
         for whole in plan.whole:
             edits += _whole_edits(whole, function, names[0], findings)
     return edits
+
+
+def variables_of(plan: AttentionFunction) -> int:
+    """How many variables the edits need: one a site that exchanges tokens, and one for cuts where none of those always
+    does."""
+    exchanging = [site for site in plan.sites if site.streams]
+    return len(exchanging) + (bool(plan.shards) and not _always(exchanging))
+
+
+def _always(exchanging: list[Site]) -> list[Site]:
+    return [site for site in exchanging if site.when is None]
 
 
 def _check_complete(
@@ -59,7 +74,13 @@ def _check_complete(
 
 
 def _site_edits(
-    site: Site, call: ast.Call, function: Function, exchange: Exchange, cp: str, findings: list[Finding]
+    site: Site,
+    call: ast.Call,
+    function: Function,
+    exchange: Exchange,
+    together: bool,  # with other attention calls in one statement
+    cp: str,
+    findings: list[Finding],
 ) -> list[Edit]:
     def find(message: str, note: str | None = None) -> None:
         place = function.module.location(call)
@@ -67,7 +88,7 @@ def _site_edits(
             Finding("CP502", message, site.location, note=note or f"the call is at {place.file}:{place.line}")
         )
 
-    module = "attn" if "attn" in function.parameters else "self"
+    module = _module(function)
     if module == "self" and function.node.name == "__call__":
         find(f"{function.owner.name}.__call__ has no parameter 'attn', the attention module that it works for")
     statement = function.statement_of(call)
@@ -89,7 +110,7 @@ def _site_edits(
     sized = _length_read(call, tensors, function)
     if sized is not None:
         find(f"'{ast.unparse(sized)}' in the call would be of this rank's tokens or heads, or of the exchanged ones")
-    if exchange.outer == "allgather" and not exchange.ulysses and query in (key, value):
+    if exchange.outer == "allgather" and not exchange.ulysses and not together and query in (key, value):
         find(f"'{query}' is the query as well as the key or value: gathered, it would be both")
     causal = may_be_causal(call)
     if causal and site.kv is not None:
@@ -105,14 +126,17 @@ def _site_edits(
         find("ring attention returns the output alone, not a tuple", "emit with another strategy")
 
     indent = function.module.indent(statement)
+    before_the_call = exchange.before_the_call and not together
     edits: list[Edit] = [
         Insertion(
             function.first_statement.lineno,
             function.module.indent(function.first_statement),
-            _site_code(site, module, attention_function(call) or "", transposed and exchange.before_the_call, cp),
+            _site_code(site, module, attention_function(call) or "", transposed and before_the_call, cp),
             _site_reason(site),
         )
     ]
+    if together:
+        return [*edits, _call_edit(call, function, exchange, cp)]
     rebound: tuple[str, ...] = ()
     if exchange.ulysses:
         code = f"{query}, {key}, {value} = {cp}.seq_to_heads({query}, {key}, {value})"
@@ -140,6 +164,49 @@ def _site_edits(
         reason = f"this rank's {' and '.join(what for what, wanted in reasons.items() if wanted)}"
         if before:
             edits.append(wrap(function, mask, before, ")" * before.count("("), reason))
+    return edits
+
+
+def _module(function: Function) -> str:
+    return "attn" if "attn" in function.parameters else "self"
+
+
+def _call_edit(call: ast.Call, function: Function, exchange: Exchange, cp: str) -> Edit:
+    """The exchange inside of a call that stands in one statement with others: what they both read stays as it is."""
+    inside = {
+        "trading_heads": exchange.ulysses,
+        "gathering_kv": exchange.outer == "allgather",
+        "ring_attention": exchange.outer == "ring",
+    }
+    methods = [name for name, wanted in inside.items() if wanted]
+    before = "".join(f"{cp}.{name}(" for name in methods)
+    return wrap(function, call.func, before, ")" * len(methods), "all tokens, by an exchange inside of the call")
+
+
+def _cut_edits(
+    plan: AttentionFunction, function: Function, calls: list[ast.Call], names: list[str], findings: list[Finding]
+) -> list[Edit]:
+    """Cuts behind the last attention call: ahead of it a mask, say, is over all keys."""
+    exchanging = [site for site in plan.sites if site.streams]
+    edits: list[Edit] = []
+    if _always(exchanging):
+        cp = names[exchanging.index(_always(exchanging)[0])]
+    else:
+        cp = names[len(exchanging)]
+        first = function.first_statement
+        code = f'{cp} = attention_site({_module(function)}, "{plan.shards[0].streams[0]}")'
+        edits.append(Insertion(first.lineno, function.module.indent(first), code, "to cut by this rank's tokens"))
+    last = function.top_statement_of(calls[-1])
+    line = (last.end_lineno or 0) + 1
+    for shard in plan.shards:
+        if shard.variable not in function.bound_before(line):
+            message = f"'{shard.variable}' has no value behind the calls of {plan.owner}"
+            hint = did_you_mean(shard.variable, function.names)
+            findings.append(Finding("CP104", message, shard.location, hint=hint))
+            continue
+        code = f"{shard.variable} = {cp}.shard({shard.variable}, {shard_arguments(shard)})"
+        reason = f"cut {shard.streams[0]}"
+        edits.append(Insertion(line, function.module.indent(last), code, reason, follows=True))
     return edits
 
 

@@ -26,7 +26,19 @@ REGION_METHODS = {
     "local_length",
 }
 _CP = re.compile(r"cp(_\d+)?")
-WRAPPERS = {"pin", "shard", "gather", "heads_to_seq", "mask_heads", "mask_rows", "ring_attention", "own_queries"}
+WRAPPERS = {
+    "pin",
+    "shard",
+    "gather",
+    "local_prefix",
+    "heads_to_seq",
+    "mask_heads",
+    "mask_rows",
+    "ring_attention",
+    "own_queries",
+    "trading_heads",
+    "gathering_kv",
+}
 
 
 def erase(text: str, bound: frozenset[str] | set[str] = frozenset()) -> ast.Module:

@@ -102,6 +102,11 @@ class Function:
         """The calls `self.<attribute>(...)`."""
         return [n for n in self._in_order() if isinstance(n, ast.Call) and is_self_attribute(n.func, attribute)]
 
+    def reads_of(self, attribute: str) -> list[ast.Attribute]:
+        """The reads of an attribute that is written so, such as self.config.patch_size."""
+        found = (n for n in self._in_order() if isinstance(n, ast.Attribute) and isinstance(n.ctx, ast.Load))
+        return [node for node in found if ast.unparse(node) == attribute]
+
     def attention_calls(self) -> list[ast.Call]:
         return [node for node in self._in_order() if attention_function(node) is not None]  # type: ignore[misc]
 

@@ -10,7 +10,7 @@ from cpgen.diagnostics import CpgenError, Finding, Location, did_you_mean, fail
 from cpgen.plan import AttentionFunction, Plan
 from cpgen.source import SourceModule, SourceTree
 from cpgen.strategy import Exchange
-from cpgen.surgery.attention_edits import attention_edits
+from cpgen.surgery.attention_edits import attention_edits, variables_of
 from cpgen.surgery.carry import carried_file, close_over, constructed_nowhere
 from cpgen.surgery.edits import MARK, Edit, Insertion, Wrap, apply_edits
 from cpgen.surgery.erase import difference
@@ -81,9 +81,8 @@ def operate(target: Target, plan: Plan, exchange: Exchange, runtime: str, tree: 
         edits.setdefault(module.name, [])
         if module.name != main.name:
             carried.names.setdefault(module.name, set()).add(entry.owner)
-        new = attention_edits(
-            entry, function, exchange, _free_names(function, sum(bool(site.streams) for site in entry.sites)), findings
-        )
+        free = _free_names(function, variables_of(entry))
+        new = attention_edits(entry, function, exchange, free, findings)
         edits[module.name] += new
         if new:
             imported.setdefault(module.name, set()).add("attention_site")

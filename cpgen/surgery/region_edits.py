@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from cpgen.conditions import parse_condition
 from cpgen.diagnostics import Finding, Location, did_you_mean, fail
-from cpgen.plan import Gather, Plan, Prefix, Shard
+from cpgen.plan import Gather, Plan, Prefix, Shard, is_config
 from cpgen.surgery.edits import Edit, Insertion, Wrap
 from cpgen.surgery.functions import Function, submodules
 
@@ -34,13 +34,11 @@ def region_edits(plan: Plan, forward: Function, cp: str, findings: list[Finding]
             edits.append(Insertion(begin.line, begin.indent, code, "would be wrong on parts of a sequence"))
     for shard in plan.shards:
         edits += _shard_edits(shard, begin, forward, cp, findings)
+    gathers = [edit for gather in plan.gathers for edit in gather_edits(gather, forward, begin.line, cp, findings)]
+    end = max((edit.line for edit in gathers), default=begin.line)
     for prefix in plan.prefixes:
-        if _known({prefix.variable}, begin.line, prefix.location, forward, findings):
-            reason = f"those in this rank's {prefix.stream}"
-            edits.append(Insertion(begin.line, begin.indent, _prefix_code(prefix, cp), reason))
-    for gather in plan.gathers:
-        edits += gather_edits(gather, forward, begin.line, cp, findings)
-    return edits + pin_edits(forward, begin.line, cp)
+        edits += _prefix_edits(prefix, begin, end, forward, cp, findings)
+    return edits + gathers + pin_edits(forward, begin.line, cp)
 
 
 def _begin(blocks: str | None, forward: Function, location: Location | None, findings: list[Finding]) -> _Place | None:
@@ -62,7 +60,7 @@ def _shard_edits(shard: Shard, begin: _Place, forward: Function, cp: str, findin
     reason = f"cut {', '.join(shard.streams)}"
     if shard.argument_of is not None:
         found = [a for call in forward.calls_of(shard.argument_of) for a in _arguments(call) if _is(a, shard.variable)]
-        return [wrap(forward, a, f"{cp}.shard(", f", {_shard_arguments(shard)})", reason) for a in found]
+        return [wrap(forward, a, f"{cp}.shard(", f", {shard_arguments(shard)})", reason) for a in found]
     if shard.after is not None:
         places = []
         for call in forward.calls_of(shard.after):
@@ -78,16 +76,39 @@ def _shard_edits(shard: Shard, begin: _Place, forward: Function, cp: str, findin
         places = [place] if place else []
     else:
         places = [begin]
-    code = f"{shard.variable} = {cp}.shard({shard.variable}, {_shard_arguments(shard)})"
+    if shard.start and is_config(shard.start) and not forward.reads_of(shard.start):
+        message = f"forward does not read {shard.start}"
+        findings.append(Finding("CP104", message, shard.location, note=_defined_at(forward)))
+    code = f"{shard.variable} = {cp}.shard({shard.variable}, {shard_arguments(shard)})"
     return [
         Insertion(place.line, place.indent, code, reason, place.follows)
         for place in places
-        if _known({shard.variable, *_condition_names(shard)}, place.line, shard.location, forward, findings)
+        if _known(_names_read(shard), place.line, shard.location, forward, findings)
     ]
 
 
-def _condition_names(shard: Shard) -> frozenset[str]:
-    return parse_condition(shard.when)[1] if shard.when else frozenset()
+def _prefix_edits(
+    prefix: Prefix, begin: _Place, end: int, forward: Function, cp: str, findings: list[Finding]
+) -> list[Edit]:
+    """A variable is made this rank's where the region begins; of an entry of the config, each read in the region is."""
+    reason = f"those in this rank's {prefix.stream}"
+    after = f', "{prefix.stream}")'
+    if not is_config(prefix.variable):
+        if not _known({prefix.variable}, begin.line, prefix.location, forward, findings):
+            return []
+        code = f"{prefix.variable} = {cp}.local_prefix({prefix.variable}{after}"
+        return [Insertion(begin.line, begin.indent, code, reason)]
+    reads = [read for read in forward.reads_of(prefix.variable) if begin.line <= read.lineno < end]
+    if not reads:
+        message = f"forward does not read {prefix.variable} in the region"
+        findings.append(Finding("CP104", message, prefix.location, note=_defined_at(forward)))
+    return [wrap(forward, read, f"{cp}.local_prefix(", after, reason) for read in reads]
+
+
+def _names_read(shard: Shard) -> set[str]:
+    """The variables that cutting it reads."""
+    names = {shard.variable, *(parse_condition(shard.when)[1] if shard.when else ())}
+    return names if shard.start is None or is_config(shard.start) else names | {shard.start}
 
 
 def _arguments(call: ast.Call) -> list[ast.expr]:
@@ -107,7 +128,8 @@ def plan_location(plan: Plan) -> Location | None:
 
 
 def gather_edits(gather: Gather, forward: Function, after_line: int, cp: str, findings: list[Finding]) -> list[Edit]:
-    """A gather behind each call of the module that the plan names, or behind the last assignment of the variable."""
+    """A gather behind each call of the module that the plan names, behind the loops over the module list that it names,
+    or behind the last assignment of the variable."""
     code = f"{gather.variable} = {cp}.gather({gather.variable}, {_gather_arguments(gather)})"
     reason = "region ends"
     if gather.after is None:
@@ -119,9 +141,14 @@ def gather_edits(gather: Gather, forward: Function, after_line: int, cp: str, fi
             return []
         return [_behind(forward, forward.top_statement_of(last), code, reason)]
     calls = [call for call in forward.calls_of(gather.after) if call.lineno > after_line]
+    loops = [loop for loop in forward.loops_over(gather.after) if loop.lineno >= after_line]
+    if loops and not calls:
+        last = forward.top_statement_of(loops[-1])
+        known = _known({gather.variable}, (last.end_lineno or 0) + 1, gather.location, forward, findings)
+        return [_behind(forward, last, code, reason)] if known else []
     if not calls:
         near = did_you_mean(gather.after, submodules(forward.owner))
-        message = f"forward does not call self.{gather.after} in the region"
+        message = f"forward neither calls self.{gather.after} in the region nor loops over it"
         findings.append(Finding("CP104", message, gather.location, hint=near, note=_defined_at(forward)))
     edits: list[Edit] = []
     for call in calls:
@@ -171,15 +198,12 @@ def _behind(forward: Function, statement: ast.stmt, code: str, reason: str) -> I
     return Insertion(statement.end_lineno + 1, forward.module.indent(statement), code, reason, follows=True)
 
 
-def _shard_arguments(shard: Shard) -> str:
+def shard_arguments(shard: Shard) -> str:
     stream = f'"{shard.streams[0]}"' if len(shard.streams) == 1 else _strings(shard.streams)
     options = ", optional=True" if shard.optional else ""
+    options += f", start={shard.start}" if shard.start else ""
     options += f", when={shard.when}" if shard.when else ""
     return f'"{shard.variable}", {_path(shard.path)}dim={shard.dim}, ndim={shard.ndim}, stream={stream}{options}'
-
-
-def _prefix_code(prefix: Prefix, cp: str) -> str:
-    return f'{prefix.variable} = {cp}.local_prefix({prefix.variable}, "{prefix.stream}")'
 
 
 def _path(path: tuple[str | int, ...]) -> str:

@@ -38,6 +38,7 @@ class Shape:
     mask: str  # none, causal, keys, samples (BSHD), rows, heads
     additive: bool = False
     balanced: bool = False
+    inside: bool = False  # of the call, as where several stand in one statement
 
 
 def binding(ulysses: int, balanced: bool = False) -> Binding:
@@ -84,18 +85,13 @@ def attention_errors(shape: Shape) -> tuple[float, float]:
         attend = _attend_bhsd
     site = attention_site(module, *(s for s, _ in shape.streams), layout=shape.layout)
     # What the emitted code does: see cpgen/surgery/attention_edits.py.
-    if shape.ulysses > 1:
-        query, key, value = site.seq_to_heads(query, key, value)
-        mask = site.mask_heads(mask)
-    if shape.outer == "allgather":
-        key, value = site.gather_kv(query, key, value)
-        mask = site.mask_rows(mask)
-        attend = site.own_queries(attend) if causal else attend
-    elif shape.outer == "ring":
-        attend = site.ring_attention(attend)
-    out = attend(query, key, value, attn_mask=mask, is_causal=causal)
-    if shape.ulysses > 1:
-        out = site.heads_to_seq(out)
+    if shape.inside:
+        attend = site.gathering_kv(attend) if shape.outer == "allgather" else attend
+        attend = site.ring_attention(attend) if shape.outer == "ring" else attend
+        attend = site.trading_heads(attend) if shape.ulysses > 1 else attend
+        out = attend(query, key, value, attn_mask=mask, is_causal=causal)
+    else:
+        out = _exchanged_around(shape, site, attend, query, key, value, mask)
     if shape.layout == "BHSD":
         out = out.transpose(1, 2)
     parts = out.split([local[s][0].shape[1] for s, _ in shape.streams], dim=1)
@@ -108,6 +104,23 @@ def attention_errors(shape: Shape) -> tuple[float, float]:
         dist.all_reduce(gradient)
     difference = max(float((g / b.cp.degree - p).abs().max()) for g, p in zip(ours, plain_gradients, strict=True))
     return float((result - plain).detach().abs().max()), difference
+
+
+def _exchanged_around(
+    shape: Shape, site: Any, attend: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None
+) -> Tensor:
+    causal = shape.mask == "causal"
+    if shape.ulysses > 1:
+        query, key, value = site.seq_to_heads(query, key, value)
+        mask = site.mask_heads(mask)
+    if shape.outer == "allgather":
+        key, value = site.gather_kv(query, key, value)
+        mask = site.mask_rows(mask)
+        attend = site.own_queries(attend) if causal else attend
+    elif shape.outer == "ring":
+        attend = site.ring_attention(attend)
+    out = attend(query, key, value, attn_mask=mask, is_causal=causal)
+    return site.heads_to_seq(out) if shape.ulysses > 1 else out
 
 
 def _attend_bhsd(
@@ -244,6 +257,50 @@ def dtensor_errors(arrival: Arrival) -> tuple[float, float, str]:
         float((g / arrival.cp - p)[:, :, mine].abs().max()) for g, p in zip(gradients, theirs, strict=True)
     )
     return forward, difference, kind
+
+
+def leading_tokens_errors(lead: int, tokens: int, balanced: bool) -> tuple[float, float]:
+    """`lead` tokens ahead of a stream, to whose others something is added that lacks them: cut, added, gathered."""
+    b = binding(1, balanced)
+    region = b.region = Region(b)
+    generator = torch.Generator().manual_seed(0)
+    x, added, weights = (
+        torch.randn(2, n, 3, generator=generator, dtype=torch.float64).requires_grad_()
+        for n in (lead + tokens, tokens, lead + tokens)
+    )
+    plain = torch.cat([x[:, :lead], x[:, lead:] + added], dim=1)
+    theirs = torch.autograd.grad((plain * weights).sum(), [x, added])
+    part = region.shard(x, "x", dim=1, ndim=3, stream="latent")
+    others = region.shard(added, "added", dim=1, ndim=3, stream="latent", start=lead)
+    mine = region.local_prefix(lead, "latent")
+    part = torch.cat([part[:, :mine], part[:, mine:] + others], dim=1)
+    out = region.gather(part, "x", dim=1, ndim=3, stream="latent")
+    ours = list(torch.autograd.grad((out * weights).sum(), [x, added]))
+    for gradient in ours:
+        dist.all_reduce(gradient)
+    difference = max(float((g / b.cp.degree - p).abs().max()) for g, p in zip(ours, theirs, strict=True))
+    return float((out - plain).detach().abs().max()), difference
+
+
+def cut_errors(tokens: int, other: int, balanced: bool) -> tuple[str, str, str]:
+    """What a site's `shard` gives in a region of `tokens` tokens: for a whole tensor, beside that of the region itself;
+    for one of `other` tokens; for a number."""
+    b = binding(1, balanced)
+    module = torch.nn.Identity()
+    setattr(module, ATTRIBUTE, b)
+    region = b.region = Region(b)
+    x = torch.randn(2, tokens, generator=torch.Generator().manual_seed(0))
+    expected = region.shard(x, "x", dim=1, ndim=2, stream="latent")
+
+    def shard(value: Any) -> Any:
+        try:
+            return attention_site(module, "latent").shard(value, "mask", dim=1, ndim=2, stream="latent")
+        except ValueError as error:
+            return str(error)
+
+    assert attention_site(module, "latent").shard(None, "m", dim=1, ndim=2, stream="latent", optional=True) is None
+    same = "same" if torch.equal(shard(x), expected) else "another"
+    return same, shard(torch.zeros(2, other)), shard(7)
 
 
 def gather_within_errors() -> tuple[float, float]:

@@ -10,7 +10,15 @@ from torch.distributed.tensor import Placement, Replicate, Shard
 from cpgen.runtime.parts import head_parts, part_sizes
 from cpgen.verify.pool import WorkerPool
 
-from .exchange_cases import Arrival, Shape, attention_errors, dtensor_errors, gather_within_errors
+from .exchange_cases import (
+    Arrival,
+    Shape,
+    attention_errors,
+    cut_errors,
+    dtensor_errors,
+    gather_within_errors,
+    leading_tokens_errors,
+)
 
 EXACT = 1e-12  # float64
 
@@ -39,6 +47,7 @@ def shapes(draw: st.DrawFn) -> tuple[int, Shape]:
         mask=draw(st.sampled_from(masks)),
         additive=draw(st.booleans()),
         balanced=outer is not None and draw(st.booleans()),
+        inside=draw(st.booleans()),
     )
 
 
@@ -117,6 +126,26 @@ def test_output_follows_a_dtensor_query(
         assert forward <= EXACT
         assert backward <= EXACT
         assert found == kind
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+@pytest.mark.parametrize(("lead", "tokens"), [(5, 13), (12, 9), (1, 7), (0, 8), (16, 1)])
+def test_tokens_ahead_of_a_stream(pool: WorkerPool, lead: int, tokens: int, balanced: bool) -> None:
+    """They end inside of a rank's part, or between two; ranks have nothing else, or none of them."""
+    for degree in (2, 4):
+        for forward, backward in pool.run(leading_tokens_errors, lead, tokens, balanced, world_size=degree):
+            assert forward <= EXACT
+            assert backward <= EXACT
+
+
+@pytest.mark.parametrize("balanced", [False, True])
+def test_cut_in_an_attention_function(pool: WorkerPool, balanced: bool) -> None:
+    for same, other, number in pool.run(cut_errors, 21, 20, balanced, world_size=2):
+        assert same == "same"
+        assert other == (
+            "Model: plan entry 'mask' has 20 tokens on dim 1, but stream 'latent' has 21 in this forward (degree 2)"
+        )
+        assert number == "Model: plan entry 'mask': expected a tensor to cut on dim 1, got int"
 
 
 @pytest.mark.parametrize("degree", [2, 3, 4])

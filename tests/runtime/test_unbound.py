@@ -17,6 +17,8 @@ from cpgen.verify.models import build_model, load_package, load_reference
 from .emitted import TINY, Emitted, emit, inputs_of, reference_and_model
 
 MODELS = [*sorted(shipped_plans()), TINY]
+# Upstream's class fails on the backend that the test chooses: it passes masks of two dims, which that does not read.
+NOT_ON_NATIVE_MATH = {"LongCatAudioDiTTransformer"}
 
 
 @pytest.fixture(params=MODELS, ids=lambda model: model.rpartition(":")[2])
@@ -62,8 +64,13 @@ def test_an_attention_backend_of_choice_runs(emitted: Emitted) -> None:
         each.set_attention_backend("_native_math")  # type: ignore[operator]
     inputs = inputs_of(emitted.probe(), torch.float32)
     with torch.no_grad():
-        found, expected = (tree_leaves(each(**inputs, return_dict=False)) for each in (model, reference))
-    assert len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
+        if emitted.reference.class_name in NOT_ON_NATIVE_MATH:
+            for each in (reference, model):
+                with pytest.raises(RuntimeError, match="must match the size"):
+                    each(**inputs)
+        else:
+            found, expected = (tree_leaves(each(**inputs, return_dict=False)) for each in (model, reference))
+            assert len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
     reference.set_attention_backend("native")  # type: ignore[operator]  # diffusers keeps it for the whole process
 
 

@@ -85,6 +85,9 @@ def test_plan_in_words_names_all_of_it(path: Path) -> None:
     text = describe(plan)
     for shard in plan.shards:
         assert f"cut       {shard.variable}" in text
+        assert shard.start is None or f"behind {shard.start} others" in text
+    for shard in [shard for function in plan.attention for shard in function.shards]:
+        assert f"cut       {shard.variable}" in text
     for name in (*plan.blocks, *plan.streams, *(f.owner for f in plan.attention), *(p.name for p in plan.probes)):
         assert name in text
     assert run("plan", "show", plan.model).out == text

@@ -1,4 +1,4 @@
-"""Gathers behind the last assignment of a variable, as ControlNets need: before and after."""
+"""Gathers behind the last assignment of a variable, as ControlNets need, and behind a loop: before and after."""
 
 from __future__ import annotations
 
@@ -62,6 +62,44 @@ def test_behind_the_whole_loop_that_assigns_it(tmp_path: Path) -> None:
     )
     lines = function_in(text, "def forward").splitlines()
     assert lines[-2] == f"    samples = {SAMPLES}"
+
+
+def test_behind_the_loops_over_a_module_list(tmp_path: Path) -> None:
+    """Ahead of what would slice this rank's tokens as if they were all; the last of several loops counts."""
+    check_forward(
+        tmp_path,
+        """
+        def forward(self, hidden_states):
+            for block in self.blocks:
+                hidden_states = block(hidden_states)
+            if self.training:
+                for block in self.blocks:
+                    hidden_states = block(hidden_states)
+                hidden_states = hidden_states * 2
+            hidden_states = self.proj_out(hidden_states[:, 1:])
+            return hidden_states
+        """,
+        """
+        def forward(self, hidden_states):
+            cp = begin_region(self)  # cpgen: region begins
+            hidden_states = <IN>
+            for block in self.blocks:
+                hidden_states = block(hidden_states)
+            if self.training:
+                for block in self.blocks:
+                    hidden_states = block(hidden_states)
+                hidden_states = hidden_states * 2
+            hidden_states = <OUT>
+            hidden_states = self.proj_out(hidden_states[:, 1:])
+            return hidden_states
+        """,
+        gather="{hidden_states: {after: blocks, dim: 1, ndim: 3, stream: latent}}",
+    )
+
+
+def test_no_such_variable_behind_the_loop(tmp_path: Path) -> None:
+    plan = plan_text(gather="{output: {after: blocks, dim: 1, ndim: 3, stream: latent}}")
+    assert findings(tmp_path, module_text(), plan) == ["CP104 'output' has no value there in Model.forward"]
 
 
 @pytest.mark.parametrize(

@@ -120,7 +120,7 @@ def test_shipped_plans_load(path) -> None:  # type: ignore[no-untyped-def]
         ("when: ndim == 3, ", "before: blocks, ", "CP105", "'after' and 'before' say two places", 9, 5),
         ("after: proj_in", "after: 'x()'", "CP105", "'x()' is not a name", 9, 71),
         ("optional: true", "optional: 1", "CP105", "1 is not a valid optional (bool)", 10, 77),
-        ("{frames: latent}", "{'a b': latent}", "CP105", "'a b' is not a variable's name", 11, 12),
+        ("{frames: latent}", "{'a b': latent}", "CP105", "'a b' is not a number of tokens", 11, 12),
         ("{frames: latent}", "{frames: image}", "CP105", "unknown stream 'image'", 11, 20),
         ("ndim: 3, stream: latent}\natt", "ndim: 3, stream: [text, latent]}\natt", "CP105", "one stream", 13, 56),
         ("after: proj_out, ", "after: 3, ", "CP105", "3 is not a name", 13, 21),
@@ -270,6 +270,68 @@ def test_refusals_that_are_none(old: str, new: str, code: str, message: str, col
         and (finding.location.line, finding.location.column) == (11, column)
         for finding in found
     ), "\n".join(finding.render() for finding in found)
+
+
+LEADS = FULL.replace("stream: latent, when: ndim == 3,", "stream: latent, start: self.config.lead,").replace(
+    "{frames: latent}", "{frames: latent, self.config.lead: latent}"
+)
+
+
+def test_counts_of_leading_tokens() -> None:
+    plan = load_plan(LEADS, "made.yaml")
+    assert plan.shards[0].start == "self.config.lead" and plan.shards[1].start is None
+    assert [(prefix.variable, prefix.stream) for prefix in plan.prefixes] == [
+        ("frames", "latent"),
+        ("self.config.lead", "latent"),
+    ]
+    assert load_plan(LEADS.replace("start: self.config.lead", "start: n"), "made.yaml").shards[0].start == "n"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message", "line", "column"),
+    [
+        ("start: self.config.lead", "start: 3", "3 is not a number of tokens", 9, 54),
+        ("start: self.config.lead", "start: n + 1", "'n + 1' is not a number of tokens", 9, 54),
+        ("start: self.config.lead", "start: self.lead", "'self.lead' is not a number of tokens", 9, 54),
+        ("latent, start", "[text, latent], start", "'start' counts tokens of one stream", 9, 55),
+        (" self.config.lead: l", " self.config.lead(): l", "'self.config.lead()' is not a number of tokens", 11, 28),
+        (" self.config.lead: l", " self.config.__class__: l", "'self.config.__class__' is not a number", 11, 28),
+        (" self.config.lead: l", " a b: l", "'a b' is not a number of tokens", 11, 28),
+    ],
+)
+def test_counts_that_are_none(old: str, new: str, message: str, line: int, column: int) -> None:
+    (found,) = findings(LEADS.replace(old, new))
+    assert found.code == "CP105" and message in found.message
+    assert found.location and (found.location.line, found.location.column) == (line, column)
+
+
+CUTS = FULL.replace(
+    "after: k}\noutside", "after: k}\n    shard: {mask: {dim: 1, ndim: 2, stream: latent, optional: true}}\noutside"
+)
+
+
+def test_cuts_in_an_attention_function() -> None:
+    one, two = load_plan(CUTS, "made.yaml").attention
+    assert one.shards == ()
+    assert [vars(shard) | {"location": None} for shard in two.shards] == [
+        vars(Shard("mask", (), 1, 2, ("latent",), optional=True))
+    ]
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "code", "message", "column"),
+    [
+        ("{mask: {", "{'mask[0]': {", "CP105", "'mask[0]' is not a variable's name", 13),
+        ("stream: latent, optional: true}}", "stream: [text, latent]}}", "CP105", "along one stream", 45),
+        ("latent, optional: true}}", "latent, when: x is None}}", "CP103", "unknown key 'when'", 53),
+        ("dim: 1, ndim: 2", "dim: 2, ndim: 2", "CP105", "dim 2 cannot be", 25),
+        ("ndim: 2, stream: latent", "ndim: 2", "CP107", "missing key 'stream'", 13),
+    ],
+)
+def test_cuts_that_cannot_be(old: str, new: str, code: str, message: str, column: int) -> None:
+    (found,) = findings(CUTS.replace(old, new))
+    assert (found.code, found.location and (found.location.line, found.location.column)) == (code, (23, column))
+    assert message in found.message
 
 
 def test_helper_plan_is_a_plan() -> None:

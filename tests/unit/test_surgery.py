@@ -645,7 +645,7 @@ def test_class_of_diffusers_refuses_hooks(tmp_path: Path) -> None:
         (
             "",
             {"gather": "{hidden_states: {after: norm_out, dim: 1, ndim: 3, stream: latent}}"},
-            "CP104 forward does not call self.norm_out in the region",
+            "CP104 forward neither calls self.norm_out in the region nor loops over it",
         ),
         (
             "",
