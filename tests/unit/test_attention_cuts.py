@@ -117,6 +117,24 @@ def test_cut_follows_the_way_back_of_the_output(tmp_path: Path) -> None:
     ]
 
 
+def test_cut_is_behind_the_last_of_several_statements(tmp_path: Path) -> None:
+    call = code(
+        """
+        def __call__(self, attn, query, key, value, q, k, v, mask):
+            one = dispatch_attention_fn(query, key, value, attn_mask=mask)
+            two = dispatch_attention_fn(q, k, v, attn_mask=mask)
+            return (one + two) * mask[:, :, None, None]
+        """
+    )
+    plan = plan_text(sites=f"{{sites: {BOTH}, {CUT}}}")
+    lines = function_in(operated(tmp_path, module_text(call=call), plan), "def __call__").splitlines()
+    assert [line.split("(")[0].strip() for line in lines[-3:]] == [
+        "two = cp_1.heads_to_seq",
+        "mask = cp_0.shard",
+        "return",
+    ]
+
+
 def test_cut_of_no_variable(tmp_path: Path) -> None:
     plan = plan_text(sites=f"{{sites: {BOTH}, {CUT.replace('mask', 'msk')}}}")
     found = findings(tmp_path, module_text(call=code(MASKED)), plan)
