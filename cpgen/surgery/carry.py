@@ -14,10 +14,30 @@ _NEVER_CARRIED = {("diffusers.models.attention_processor", "Attention")}
 
 
 def close_over(carried: Carried, main: SourceModule, tree: SourceTree) -> Carried:
-    """`carried` plus every definition that `main` imports, or that comes along, and that refers to one of them.
+    """`carried` plus every definition between `main` and them: that refers to one of them, and that `main` refers to.
 
     SD3's blocks, for one, live in diffusers' attention.py and construct a processor from attention_processor.py.
     """
+    return _needed(carried, _referring(carried, main, tree), main, tree)
+
+
+def _needed(carried: Carried, referring: Carried, main: SourceModule, tree: SourceTree) -> Carried:
+    """`carried`, and those of `referring` that `main` refers to, directly or through another of them."""
+    result = Carried({module: set(names) for module, names in carried.names.items()})
+    names = [(main, n.id) for n in _running(main.tree) if isinstance(n, ast.Name)]
+    seen = set()
+    for module, name in names:  # grows
+        found = tree.resolve(module, name) if (module.name, name) not in seen else None
+        seen.add((module.name, name))
+        if found is None or found[0].name == main.name or not referring.has(found[0].name, found[1]):
+            continue
+        result.names.setdefault(found[0].name, set()).add(found[1])
+        names += [(found[0], used) for used in sorted(free_names(found[0].definitions[found[1]]))]
+    return result
+
+
+def _referring(carried: Carried, main: SourceModule, tree: SourceTree) -> Carried:
+    """`carried` plus every definition of modules that `main` imports from which refers to one that is carried."""
     result = Carried({module: set(names) for module, names in carried.names.items()})
     modules = {origin for origin, inner in main.imported.values() if inner is not None}
     grew = bool(result.names)
