@@ -84,6 +84,8 @@ def describe(plan: Plan) -> str:
             if site.when:
                 other = " + ".join(site.otherwise) if site.otherwise else "replicated keys, local"
                 text += f" when {site.when}, else {other}"
+            if site.cache:
+                text += f", exchanged ahead of {site.cache}"
             lines.append(text)
         for shard in function.shards:
             lines.append(

@@ -103,6 +103,7 @@ class Site:
     otherwise: tuple[str, ...] | None = None
     layout: str | None = None  # None: by the function called
     within: tuple[tuple[str, tuple[str, ...]], ...] = ()  # (list of blocks, streams in it), where lists share the call
+    cache: str | None = None  # variable with a KV cache, ahead of whose first use the exchange goes
     location: Location | None = None
 
 
@@ -153,6 +154,7 @@ class Plan:
     gathers: tuple[Gather, ...]
     attention: tuple[AttentionFunction, ...]
     refusals: tuple[Refusal, ...] = ()
+    requires: tuple[str, ...] = ()  # packages that the class needs beside those of diffusers itself
     outside: tuple[str, ...] = ()  # what attends only before or after the region, or is not called in a bound model
     tensor_parallel: tuple[TensorParallel, ...] = ()
     probes: tuple[Probe, ...] = ()

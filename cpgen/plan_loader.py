@@ -51,7 +51,7 @@ class _Reader(TensorParallelReader):
         root = self._mapping(
             (),
             required=("model", "blocks", "streams", "region", "attention"),
-            optional=("diffusers", "heads", "outside", "tensor_parallel", "probes"),
+            optional=("diffusers", "requires", "heads", "outside", "tensor_parallel", "probes"),
         )
         self._streams = self._names(root, ("streams",))
         blocks = self._blocks = self._names(root, ("blocks",), dotted=True)
@@ -69,6 +69,7 @@ class _Reader(TensorParallelReader):
             gathers=self._each(region, ("region", "gather"), self._gather),
             attention=self._each(root, ("attention",), self._function),
             refusals=tuple(map(self._refusal, self._items(region, ("region", "refuse")))),
+            requires=self._names(root, ("requires",)),
             outside=self._names(root, ("outside",)) if "outside" in root else (),
             tensor_parallel=self._tensor_parallel(root, blocks),
             probes=self._probes(root),
@@ -171,7 +172,9 @@ class _Reader(TensorParallelReader):
         return AttentionFunction(owner, sites, whole, shards, self._document.key(path))
 
     def _site(self, path: Path) -> Site:
-        entry = self._mapping(path, required=("call", "kind"), optional=("stream", "kv", "when", "otherwise", "layout"))
+        entry = self._mapping(
+            path, required=("call", "kind"), optional=("stream", "kv", "when", "otherwise", "layout", "cache")
+        )
         kind = self._choice(entry, (*path, "kind"), KINDS)
         within = self._within((*path, "stream")) if isinstance(entry.get("stream"), dict) else ()
         if within:
@@ -184,6 +187,8 @@ class _Reader(TensorParallelReader):
             self._find("CP105", "cross-attention on replicated keys takes no stream", (*path, "stream"), key=True)
         if not streams and (kind != "cross" or "kv" in entry):
             self._find("CP107", f"a {kind} site{' with kv' if kind == 'cross' else ''} names its stream", path)
+        if "cache" in entry and kind not in ("self", "joint"):
+            self._find("CP105", f"a {kind} site takes no cache: self and joint ones do", (*path, "cache"), key=True)
         if "otherwise" in entry and "when" not in entry:
             self._find("CP107", "'otherwise' needs a 'when'", (*path, "otherwise"), key=True)
         if kind == "joint" and len(streams) < 2 and streams:
@@ -199,6 +204,7 @@ class _Reader(TensorParallelReader):
             otherwise=self._stream_list(entry, (*path, "otherwise")) if "otherwise" in entry else None,
             layout=self._choice(entry, (*path, "layout"), LAYOUTS) if "layout" in entry else None,
             within=within,
+            cache=self._name(entry, (*path, "cache")) if "cache" in entry else None,
             location=self._document.at(path),
         )
 

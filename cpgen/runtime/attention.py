@@ -282,6 +282,13 @@ class AttentionSite:
             raise ValueError(f"{self._binding.model_name}: ring attention does not take {given}; use ulysses")
         del enable_gqa  # seen from the shapes
         mask = four_dims(self.mask_rows(attn_mask), self._layout, self._batch)
+        positions = self._resolved().positions(self._kv_streams)
+        mine = sum(size for _, size in positions[self._binding.outer.rank])
+        if key.shape[self._layout.index("S")] != mine:
+            raise ValueError(
+                f"{self._binding.model_name}: ring attention got {key.shape[self._layout.index('S')]} keys where this "
+                f"rank's tokens are {mine}: keys out of a cache don't travel; use ulysses or allgather"
+            )
         query, key, value = _of_one_batch(query, key, value)
         query, key, value, mask = as_attention_casts(query, key, value, mask)
         if self._layout == "BSHD":
@@ -291,7 +298,7 @@ class AttentionSite:
             key,
             value,
             mask,
-            self._resolved().positions(self._kv_streams),
+            positions,
             self._binding.outer,
             choose_kernel(_active_backend(attention) if backend is None else backend, query, mask is not None),
             is_causal,

@@ -218,7 +218,7 @@ class Region:
 
     def _register(self, stream: str, size: int, label: str, dim: int) -> None:
         degree = self.binding.cp.degree
-        if size < degree:
+        if 0 < size < degree:  # none at all: no rank has any, and attention goes on without this stream
             raise ValueError(
                 f"{self.binding.model_name}: plan entry {label!r}: stream {stream!r} has {size} tokens on dim {dim}, "
                 f"fewer than the context-parallel degree {degree}; every rank needs at least one"

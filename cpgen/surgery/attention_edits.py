@@ -8,6 +8,7 @@ from cpgen.conditions import parse_condition
 from cpgen.diagnostics import Finding, did_you_mean
 from cpgen.plan import AttentionFunction, Site, Whole
 from cpgen.strategy import Exchange
+from cpgen.surgery.cached_keys import first_use, misuse
 from cpgen.surgery.edits import Edit, Insertion
 from cpgen.surgery.functions import ATTENTION_LAYOUT, Function, argument, attention_function, may_be_causal
 from cpgen.surgery.region_edits import shard_arguments, wrap
@@ -125,7 +126,17 @@ def _site_edits(
     if exchange.outer == "ring" and others:
         find("ring attention returns the output alone, not a tuple", "emit with another strategy")
 
-    indent = function.module.indent(statement)
+    place: ast.stmt = statement
+    if site.cache is not None:
+        place = first_use(site.cache, statement, function) or statement
+        wrong = misuse(site.cache, place, statement, {query, key, value}, function)
+        if place is statement:
+            find(f"'{site.cache}' is not used ahead of the call, as a cache would be")
+        elif together:
+            find("calls that stand in one statement exchange inside of it, and not ahead of a cache")
+        elif wrong is not None:
+            find(wrong)
+    indent = function.module.indent(place)
     before_the_call = exchange.before_the_call and not together
     edits: list[Edit] = [
         Insertion(
@@ -141,12 +152,12 @@ def _site_edits(
     if exchange.ulysses:
         code = f"{query}, {key}, {value} = {cp}.seq_to_heads({query}, {key}, {value})"
         reason = f"all tokens{' of the inner ranks' if exchange.outer else ''}, this rank's heads"
-        edits.append(Insertion(statement.lineno, indent, code, reason))
+        edits.append(Insertion(place.lineno, indent, code, reason))
         edits.append(_heads_to_seq(call, statement, function, cp))
         rebound = (query, key, value)
     if exchange.outer == "allgather":
         code = f"{key}, {value} = {cp}.gather_kv({query}, {key}, {value})"
-        edits.append(Insertion(statement.lineno, indent, code, "keys and values of all tokens"))
+        edits.append(Insertion(place.lineno, indent, code, "keys and values of all tokens"))
         rebound = rebound or (key, value)
     if exchange.outer == "ring":
         edits.append(wrap(function, call.func, f"{cp}.ring_attention(", ")", "keys and values of all tokens, in turn"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -69,9 +70,10 @@ def verify(
 ) -> list[Result]:
     """Verify `packages`: a result for each (package, probe, cp, strategy), by package; nothing is left out.
 
-    What can't run (more ranks than heads under ulysses, a package that doesn't import) is a result with `error`, as is
-    a package without probes. Probes that tensor parallelism rules out are results with `skipped`, and an error where
-    that leaves a package without any. `probes` limits the run to these names.
+    What can't run (more ranks than heads under ulysses, a package that doesn't import, a class whose requirements are
+    not installed) is a result with `error`, as is a package without probes. Probes that tensor parallelism rules out
+    are results with `skipped`, and an error where that leaves a package without any. `probes` limits the run to these
+    names.
     Raises ValueError for a name that no package's plan has.
     """
     _check_names(packages, probes)
@@ -121,8 +123,11 @@ def _verify_one(
     reports: list[RankReport] = []
     directory = package.variant(cp, strategy)
     skipped = probe and _inapplicable(package, probe)
-    if probe is None:
-        error: str | None = "the plan has no probes, so nothing was verified"
+    missing = [name for name in package.plan.requires if importlib.util.find_spec(name) is None]
+    if missing:
+        error: str | None = f"{package.plan.model} needs {', '.join(missing)}, not installed here: nothing was verified"
+    elif probe is None:
+        error = "the plan has no probes, so nothing was verified"
     elif skipped:
         error = None
     elif not (directory / package.name).is_dir():

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 from cpgen.package import Request, generate
 from cpgen.plan import Plan, Probe
+from cpgen.plan_loader import load_plan
 from cpgen.probes import build_inputs
+from cpgen.resources import shipped_plans
 from cpgen.verify.case import Reference
 from cpgen.verify.float64 import to_float64
 from cpgen.verify.models import build_model, load_package, load_reference, randomise
@@ -34,6 +38,17 @@ class Emitted:
 
     def probe(self, name: str | None = None) -> Probe:
         return self.plan.probes[0] if name is None else next(p for p in self.plan.probes if p.name == name)
+
+
+def shipped() -> list[Any]:
+    """The models that have a plan, to parametrize by. Skipped where a package that the class needs is missing."""
+    parameters = []
+    for model, path in sorted(shipped_plans().items()):
+        requires = load_plan(path.read_text("utf-8"), path.name).requires
+        missing = [name for name in requires if importlib.util.find_spec(name) is None]
+        marks = [pytest.mark.skip(reason=f"needs {', '.join(missing)}")] if missing else []
+        parameters.append(pytest.param(model, marks=marks))
+    return parameters
 
 
 def emit(out: Path, model: str, cp: int, strategy: str = "ulysses", **options: Any) -> Emitted:

@@ -265,6 +265,14 @@ def test_plan_without_probes(tmp_path: Path, pool: WorkerPool) -> None:
     assert not result.ok and result.error == "the plan has no probes, so nothing was verified"
 
 
+def test_class_whose_requirements_are_missing(tmp_path: Path, pool: WorkerPool) -> None:
+    package = packages.wan(tmp_path, 2)
+    package = replace(package, plan=replace(package.plan, requires=("torch", "no_such_package")))
+    result = verify_one(package, pool)
+    message = "WanTransformer3DModel needs no_such_package, not installed here: nothing was verified"
+    assert not result.ok and result.error == message
+
+
 def test_probes_are_chosen_by_name(tmp_path: Path, pool: WorkerPool) -> None:
     package = packages.wan(tmp_path, 2, probes=(WAN_PROBE, WAN_PER_TOKEN))
     seen = []

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import importlib
 import sys
 from pathlib import Path
@@ -78,3 +79,10 @@ def test_which_submodules_forward_calls(tmp_path: Path) -> None:
 def test_what_is_erased(line: str, erased: bool) -> None:
     body = erase(f"{line}\nx = 1\n", {"Attention"}).body
     assert len(body) == (1 if erased else 2)
+
+
+def test_a_controlnet_brings_no_whole_transformer(tmp_path: Path) -> None:
+    emitted = emit(tmp_path, "CosmosControlNetModel", 2)
+    tree = ast.parse((tmp_path / emitted.name / "transformer_cosmos.py").read_text("utf-8"))
+    classes = [node.name for node in tree.body if isinstance(node, ast.ClassDef)]
+    assert classes == ["CosmosAttnProcessor2_0", "CosmosAttnProcessor2_5", "CosmosTransformerBlock"]

@@ -96,6 +96,7 @@ def test_shipped_plans_load(path) -> None:  # type: ignore[no-untyped-def]
         ('">=0.42,<0.43"', "newest", "CP105", "'newest' is not a version range", 2, 12),
         ('">=0.42,<0.43"', "0.42", "CP105", "0.42 is not a version range", 2, 12),
         ("heads: num_heads", "heads: __class__", "CP105", "'__class__' is not a name", 3, 8),
+        ("heads: num_heads", "heads: num_heads\nrequires: [a.b]", "CP105", "'a.b' is not a name", 4, 12),
         ("[blocks, more]", "[blocks, 'a..b']", "CP105", "'a..b' is not a name", 4, 18),
         ("[blocks, more]", "[blocks, 'a.b()']", "CP105", "'a.b()' is not a name", 4, 18),
         ("[blocks, more]", "blocks", "CP105", "expected a list", 4, 9),
