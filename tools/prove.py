@@ -14,6 +14,7 @@ compares). Exits 1 if a plan fails on a version in its range.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import os
 import re
 import subprocess
@@ -62,6 +63,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for version in versions:
         for model in models:
             plan = read_plan(plans[model], f"plans/{plans[model].name}")
+            if missing := [name for name in plan.requires if importlib.util.find_spec(name) is None]:
+                print(f"{model}: not run, since {', '.join(missing)} is not installed", file=sys.stderr, flush=True)
+                continue
             known = next((proof for proof in read_proofs() if _is_for(proof, plan, version)), None)
             if known is None or not known.passed or options.again:
                 print(f"{model} on diffusers {version}", file=sys.stderr, flush=True)

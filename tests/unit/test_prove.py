@@ -76,6 +76,15 @@ def test_only_what_is_not_proven_runs(ran: list[tuple[str, str]]) -> None:
     assert ran[1:] == [(WAN.model, "0.42.0")] and len(read_proofs()) == 2
 
 
+def test_what_a_class_requires_is_looked_for(
+    ran: list[tuple[str, str]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(prove, "read_plan", lambda path, name: replace(WAN, requires=("torch", "no_such_package")))
+    assert prove.main(["--model", WAN.model]) == 0
+    assert ran == [] and read_proofs() == []
+    assert capsys.readouterr().err == f"{WAN.model}: not run, since no_such_package is not installed\n"
+
+
 def test_versions_are_the_last_four(ran: list[tuple[str, str]]) -> None:
     prove.main(["--versions"])
     assert ran == [(model, f"0.{minor}.0") for minor in range(39, 43) for model in prove.SEVEN]
