@@ -290,15 +290,20 @@ def plan_lint(file: Path, model: str | None) -> None:
 
 @plan.command("infer")
 @click.option("--model", required=True, metavar="M", help="As for emit.")
-@click.option("--write", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the plan.")
-def plan_infer(model: str, write: Path | None) -> None:
-    """Find a plan by running the model. Not available in this version."""
-    from cpgen.diagnostics import fail
+@click.option(
+    "--probes",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="Probes to run it on; a plan file will do  [default: guessed from its signatures].",
+)
+@click.option("--write", type=click.Path(path_type=Path), metavar="FILE", help="Where to write the plan, if proven.")
+@click.option("--draft", type=click.Path(path_type=Path), metavar="FILE", help="Where to write it if it is not.")
+@click.option("--force", is_flag=True, help="Replace FILE.")
+def plan_infer(model: str, probes: Path | None, write: Path | None, draft: Path | None, force: bool) -> None:
+    """Find a plan by running the model on changed inputs, prove it on 2 local ranks, and print or write it."""
+    from cpgen.infer.command import infer_command
 
-    del model, write
-    raise fail(
-        "CP406", "plan infer is not available in this version", help="write a plan file: docs/plans.md shows how"
-    )
+    sys.exit(infer_command(model, probes, write, draft, force))
 
 
 @cli.command(cls=_SeveralValues)

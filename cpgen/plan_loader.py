@@ -41,6 +41,16 @@ def _meaning(root: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
+def load_probes(text: str, name: str) -> tuple[Probe, ...]:
+    """The probes of a plan file, or of a file that has nothing else. Raises CpgenError with all findings."""
+    document = parse_yaml(text, name)
+    reader = _Reader(document)
+    probes = reader.only_probes()
+    if reader.findings:
+        raise CpgenError(reader.findings)
+    return probes
+
+
 class _Reader(TensorParallelReader):
     def __init__(self, document: YamlDocument) -> None:
         super().__init__(document)
@@ -81,6 +91,9 @@ class _Reader(TensorParallelReader):
             sha256=sha256,
             meaning=_meaning(root),
         )
+
+    def only_probes(self) -> tuple[Probe, ...]:
+        return self._probes(self._mapping((), required=("probes",), any_key=True))
 
     # Entries
 

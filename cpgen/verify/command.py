@@ -35,12 +35,34 @@ def verify_command(
 
     Raises CpgenError for input that cannot be used.
     """
-    for name in ("torch", "diffusers"):
-        if importlib.util.find_spec(name) is None:
-            raise fail("CP304", f"verify runs the model, and {name} is not installed", help="pip install 'cpgen[run]'")
+    check_installed("verify")
     for degree in degrees:
         if not 1 <= degree <= MAX_RANKS:
             raise fail("CP403", f"--cp {degree}: verify runs 1 to {MAX_RANKS} local ranks")
+    results = run_requests(requests, degrees, strategies, probes)
+    if as_json:
+        click.echo(to_json(results))
+    elif markdown:
+        click.echo(markdown_table(results), nl=False)
+    else:
+        from rich.console import Console
+
+        render(results, Console(width=None if sys.stdout.isatty() else 160))
+    return 0 if results and all(result.ok for result in results) else 1
+
+
+def check_installed(command: str) -> None:
+    """Raises CpgenError if what it takes to run a model is not there."""
+    for name in ("torch", "diffusers"):
+        if importlib.util.find_spec(name) is None:
+            message = f"{command} runs the model, and {name} is not installed"
+            raise fail("CP304", message, help="pip install 'cpgen[run]'")
+
+
+def run_requests(
+    requests: Sequence[Request], degrees: Sequence[int], strategies: Sequence[str], probes: Sequence[str] = ()
+) -> list[Result]:
+    """Emit `requests` into a temporary directory and verify them there. Raises CpgenError for unusable input."""
     results: list[Result] = []
     with tempfile.TemporaryDirectory(prefix="cpgen-verify-") as folder:
         groups = _group(requests, degrees, strategies)
@@ -54,15 +76,7 @@ def verify_command(
                     results += verify(packages, cps, chosen, pool=pool, on_progress=on_progress, probes=probes or None)
                 except ValueError as error:
                     raise fail("CP407", str(error)) from None
-    if as_json:
-        click.echo(to_json(results))
-    elif markdown:
-        click.echo(markdown_table(results), nl=False)
-    else:
-        from rich.console import Console
-
-        render(results, Console(width=None if sys.stdout.isatty() else 160))
-    return 0 if results and all(result.ok for result in results) else 1
+    return results
 
 
 def _group(

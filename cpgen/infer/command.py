@@ -1,0 +1,141 @@
+"""The plan infer command: probes, a plan from what they show, its proof, and only then a file."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Sequence
+from pathlib import Path
+
+import click
+
+from cpgen.diagnostics import CpgenError, Finding, fail
+from cpgen.package import Request
+from cpgen.plan import Plan, Probe
+from cpgen.plan_loader import load_probes
+from cpgen.source import SourceTree, diffusers_version
+from cpgen.target import Target, find_target
+from cpgen.verify.command import check_installed, run_requests
+from cpgen.verify.run import Result
+
+DEGREE = 2
+STRATEGIES = ("ulysses", "allgather")
+
+
+def infer_command(model: str, probes: Path | None, write: Path | None, draft: Path | None, force: bool) -> int:
+    """Infer a plan for `model`, prove it, and write it to `write`, or print it on stdout. Returns the exit code.
+
+    `probes` is a file with probes (a plan will do); without one they are made up from the class's signatures. A plan
+    that is not proven goes nowhere but into `draft`. Raises CpgenError with all that could not be decided or proven.
+    """
+    check_installed("plan infer")
+    for path in (write, draft):
+        if path is not None and path.exists() and not force:
+            raise fail("CP404", f"{path} exists", help="choose another name, or replace it with --force")
+    from cpgen.infer.draft import plan_text
+    from cpgen.infer.guess import guess_probes
+    from cpgen.infer.inference import infer_plan
+
+    tree = SourceTree()
+    target = find_target(model, tree)
+    given = guess_probes(target) if probes is None else _read_probes(probes)
+    click.echo(
+        f"running {target.class_name} on {len(given)} probes: {', '.join(each.name for each in given)}", err=True
+    )
+    plan, findings = infer_plan(target, given, tree)
+    problems = findings
+    results: Sequence[Result] = ()
+    if not problems:
+        click.echo(f"verifying what they show: cp {DEGREE}, {' and '.join(STRATEGIES)}", err=True)
+        problems, results = _prove(model, plan, plan_text(plan, ""))
+    if problems:
+        if draft is not None:
+            _write(draft, plan_text(plan, "Not proven. Left open by cpgen plan infer:\n" + _sentences(problems)))
+            click.echo(f"{draft}: not proven", err=True)
+        raise CpgenError(problems, exit_code=1)
+    text = plan_text(plan, _proof(results, target, tree))
+    if write is None:
+        click.echo(text, nl=False)
+    else:
+        _write(write, text)
+        click.echo(write.as_posix())
+    return 0
+
+
+def _read_probes(path: Path) -> tuple[Probe, ...]:
+    try:
+        text = path.read_bytes().decode("utf-8")
+    except OSError as error:
+        raise fail("CP404", f"cannot read the probes {path.as_posix()}: {error.strerror}") from None
+    except UnicodeDecodeError:
+        raise fail("CP404", f"the probes {path.as_posix()} are not UTF-8 text") from None
+    found = load_probes(text, path.as_posix())
+    if not found:
+        raise fail("CP404", f"{path.as_posix()} has no probes")
+    return found
+
+
+def _prove(model: str, plan: Plan, text: str) -> tuple[list[Finding], Sequence[Result]]:
+    """What `verify` has to say against the plan; and its results."""
+    with tempfile.TemporaryDirectory(prefix="cpgen-infer-") as folder:
+        file = Path(folder) / "plan.yaml"
+        file.write_text(text, "utf-8")
+        try:
+            results = run_requests([Request(model, DEGREE, plan=file)], [DEGREE], STRATEGIES)
+        except CpgenError as error:
+            return [_unplaced(finding, file) for finding in error.findings], ()
+    wrong = [result for result in results if not result.ok]
+    return [
+        Finding(
+            "CP606",
+            f"the plan that was found is not right: probe '{each.probe}', cp {each.cp}, {each.strategy}",
+            note=each.error,
+            help="--draft FILE keeps it, to go on from by hand (docs/plans.md)",
+        )
+        for each in wrong
+    ], results
+
+
+def _unplaced(finding: Finding, file: Path) -> Finding:
+    """A finding about the plan's own text, which the user has not seen, without its place there."""
+    location = finding.location
+    if location is not None and location.file == file.as_posix():
+        location = None
+    return Finding(finding.code, finding.message, location, note=finding.note, help=finding.help)
+
+
+def _proof(results: Sequence[Result], target: Target, tree: SourceTree) -> str:
+    output = max(results, key=lambda result: _ratio(result))
+    gradient = max(result.grad_max_rel or 0.0 for result in results)
+    version = f"diffusers {diffusers_version(tree)}, " if target.kind == "diffusers" else ""
+    return (
+        f"{target.class_name}. Found and proven by cpgen plan infer: {version}cp {DEGREE}, {' and '.join(STRATEGIES)}, "
+        f"{len(results)} cases,\nworst output off by {output.forward_max_abs:.1e} of {output.reference_max_abs:.1e}, "
+        f"worst gradient by {gradient:.1e} of its norm."
+    )
+
+
+def _ratio(result: Result) -> float:
+    return (result.forward_max_abs or 0.0) / (result.reference_max_abs or 1.0)
+
+
+def _sentences(findings: Sequence[Finding]) -> str:
+    return "\n".join(f"- {finding.message}".splitlines()[0] for finding in findings)
+
+
+def _write(path: Path, text: str) -> None:
+    """All of the file or nothing."""
+    try:
+        handle, staged = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+        try:
+            with os.fdopen(handle, "w", encoding="utf-8") as file:
+                file.write(text)
+            Path(staged).chmod(0o644)
+            Path(staged).replace(path)
+        except OSError:
+            with contextlib.suppress(OSError):
+                Path(staged).unlink()
+            raise
+    except OSError as error:
+        raise fail("CP404", f"cannot write {path.as_posix()}: {error.strerror}") from None

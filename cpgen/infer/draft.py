@@ -1,0 +1,93 @@
+"""A plan as YAML text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from cpgen.plan import Gather, Plan, Shard, Site, Whole
+
+
+def plan_text(plan: Plan, comment: str) -> str:
+    """`plan` as the text of a plan file, under `comment`."""
+    return "\n".join([*(f"# {line}".rstrip() for line in comment.splitlines()), *_lines(plan)]) + "\n"
+
+
+def _lines(plan: Plan) -> Iterator[str]:
+    yield f"model: {plan.model}"
+    if plan.diffusers:
+        yield f'diffusers: "{plan.diffusers}"'
+    if plan.heads:
+        yield f"heads: {plan.heads}"
+    yield f"blocks: [{', '.join(plan.blocks)}]"
+    yield f"streams: [{', '.join(plan.streams)}]"
+    yield from ("", "region:", f"  begin: {{before: {plan.begin}}}", "  shard:")
+    for shard in plan.shards:
+        yield f"    {_variable(shard)}: {_inline(_shard(shard))}"
+    if plan.prefixes:
+        yield "  prefix:"
+        yield from (f"    {prefix.variable}: {prefix.stream}" for prefix in plan.prefixes)
+    yield "  gather:"
+    for gather in plan.gathers:
+        after = {} if gather.after is None else {"after": gather.after}
+        entry = {**after, "dim": gather.dim, "ndim": gather.ndim, "stream": gather.stream}
+        yield f"    {_variable(gather)}: {_inline(entry)}"
+    yield from ("", "attention:")
+    for function in plan.attention:
+        yield f"  {function.owner}:"
+        indent = "    "
+        if function.whole:
+            yield "    sites:"
+            indent = "      "
+        yield from (f"{indent}- {_inline(_site(site))}" for site in function.sites)
+        if function.whole:
+            yield "    whole:"
+            yield from (f"      - {_inline(_whole(whole))}" for whole in function.whole)
+    yield from ("", "probes:")
+    for probe in plan.probes:
+        yield f"  - name: {probe.name}"
+        yield f"    config: {_inline(probe.config)}"
+        if probe.before:
+            yield f"    before: [{', '.join(probe.before)}]"
+        yield "    inputs:"
+        yield from (f"      {name}: {_inline(spec)}" for name, spec in probe.inputs.items())
+
+
+def _variable(entry: Shard | Gather) -> str:
+    steps = (f"[{step}]" if isinstance(step, int) or step == "*" else f"['{step}']" for step in entry.path)
+    return entry.variable + "".join(steps)
+
+
+def _shard(shard: Shard) -> dict[str, Any]:
+    entry: dict[str, Any] = {"dim": shard.dim, "ndim": shard.ndim, "stream": _streams(shard.streams)}
+    if shard.optional:
+        entry["optional"] = True
+    if shard.when:
+        entry["when"] = shard.when
+    return entry
+
+
+def _site(site: Site) -> dict[str, Any]:
+    entry: dict[str, Any] = {"call": site.call, "kind": site.kind}
+    for key, streams in (("stream", site.streams), ("kv", site.kv), ("otherwise", site.otherwise)):
+        if streams:
+            entry[key] = _streams(streams) if site.kind != "joint" or len(streams) > 1 else list(streams)
+    if site.when:
+        entry["when"] = site.when
+    return entry
+
+
+def _whole(whole: Whole) -> dict[str, Any]:
+    entry: dict[str, Any] = {"variables": {name: _streams(streams) for name, streams in whole.variables}}
+    return entry | {"after": whole.after, "until": whole.until}
+
+
+def _streams(streams: tuple[str, ...]) -> str | list[str]:
+    return streams[0] if len(streams) == 1 else list(streams)
+
+
+def _inline(value: Any) -> str:
+    text: str = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=1_000_000)
+    return text.removesuffix("\n").removesuffix("\n...")

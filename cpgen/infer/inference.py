@@ -1,0 +1,105 @@
+"""Runs the unmodified class on probes and makes a plan of what they show."""
+
+from __future__ import annotations
+
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from packaging.version import Version
+
+from cpgen.diagnostics import CpgenError, Finding, fail
+from cpgen.infer.course import course_of, forward_of
+from cpgen.infer.look import look
+from cpgen.infer.merge import merge
+from cpgen.infer.watch import Watcher
+from cpgen.plan import Plan, Probe
+from cpgen.probes import build_inputs
+from cpgen.source import SourceModule, SourceTree, diffusers_version
+from cpgen.target import Target
+from cpgen.verify.case import Reference
+from cpgen.verify.models import build_model, load_reference, randomise
+
+_SEED = 0
+
+
+def infer_plan(target: Target, probes: Sequence[Probe], tree: SourceTree) -> tuple[Plan, list[Finding]]:
+    """A plan that nothing has proven yet, and what could not be decided about it.
+
+    Raises CpgenError if the class cannot be run on the probes, or has no loop over blocks that attend.
+    """
+    forward = forward_of(target)
+    with _quietly():
+        model_class = load_reference(reference_of(target))
+        module_of = _source_finder(target, tree)
+        models = []
+        attending: list[str] = []
+        for probe in probes:
+            try:
+                model = build_model(model_class, probe, _SEED, torch.float32)
+                randomise(model, _SEED)
+                first = Watcher(model, forward, None, module_of).run(build_inputs(probe, _SEED))
+            except CpgenError:
+                raise
+            except Exception as error:
+                text = str(error).splitlines()
+                note = f"{type(error).__name__}: {text[0] if text else ''}"
+                raise fail("CP605", f"{target.class_name} does not run on probe '{probe.name}'", note=note) from error
+            models.append(model)
+            attending += [name for name in first.attending if name not in attending]
+        course = course_of(forward, tuple(attending))
+        looks = []
+        for probe, model in zip(probes, models, strict=True):
+            watcher = Watcher(model, forward, course, module_of)
+            looks.append(look(probe.name, model, course, watcher, _inputs_of(probe)))
+    return merge(target.class_name, _versions(target, tree), course, looks, probes)
+
+
+def reference_of(target: Target) -> Reference:
+    """Where `verify` imports the unmodified class from."""
+    if target.kind == "file":
+        return Reference(str(target.module.path.resolve()), target.class_name)
+    return Reference(target.module.name, target.class_name)
+
+
+def _inputs_of(probe: Probe) -> Callable[[], dict[str, Any]]:
+    return lambda: build_inputs(probe, _SEED)
+
+
+def _versions(target: Target, tree: SourceTree) -> str | None:
+    if target.kind != "diffusers":
+        return None
+    major, minor = Version(diffusers_version(tree)).release[:2]
+    return f">={major}.{minor},<{major}.{minor + 1}"
+
+
+def _source_finder(target: Target, tree: SourceTree) -> Callable[[str], SourceModule | None]:
+    """From a file to its source: those of the model's own package and of diffusers' models."""
+    main = target.module
+    tops = (main.name.partition(".")[0], "diffusers")
+
+    def find(file: str) -> SourceModule | None:
+        if Path(file).resolve() == main.path.resolve():
+            return main
+        for name, module in list(sys.modules.items()):
+            if getattr(module, "__file__", None) == file and name.partition(".")[0] in tops:
+                return tree.find(name)
+        return None
+
+    return find
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    logging.disable(logging.WARNING)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        logging.disable(logging.NOTSET)

@@ -1,0 +1,214 @@
+"""What one probe shows: the streams, what carries them, what each attention call sees, and where streams leave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+
+from cpgen.diagnostics import Finding, Location
+from cpgen.infer.course import Course
+from cpgen.infer.effects import KEY, QUERY, View, effects_of
+from cpgen.infer.exits import Exit, exits_of
+from cpgen.infer.mixing import Mixing, Token, find_mixing
+from cpgen.infer.streams import Carrier, Streams, find_streams
+from cpgen.infer.watch import RETURNED, AttentionCall, Change, Leaf, Record, Watcher
+
+_TEXT = ("text", "txt", "encoder", "context", "caption", "prompt", "cap_")
+
+
+@dataclass(frozen=True)
+class Cut:
+    """A variable's tensor that must be cut: dim `dim` of `ndim` counts the tokens of `streams`."""
+
+    dim: int
+    ndim: int
+    streams: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What an attention call saw: the streams that its queries and keys are of; () for tokens that are not cut."""
+
+    call: AttentionCall
+    query: tuple[str, ...]
+    key: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Look:
+    """What one probe shows. `present` are all tensors among forward's variables where the region begins."""
+
+    probe: str
+    cuts: Mapping[Leaf, Cut]
+    present: Mapping[Leaf, tuple[int, ...]]  # shapes
+    absent: frozenset[str]
+    numbers: Mapping[str, int]
+    lengths: Mapping[str, int]
+    seen: tuple[Seen, ...]
+    exits: tuple[Exit, ...]
+    findings: tuple[Finding, ...]
+
+
+def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs: Callable[[], dict[str, Any]]) -> Look:
+    """Run `model` on changed inputs, many times, and say what that shows."""
+
+    def run(changes: Mapping[Leaf, Change], operations: bool = False, stop_at: int | None = None) -> Record | None:
+        try:
+            return watcher.run(inputs(), changes, operations=operations, stop_at=stop_at)
+        except (ValueError, RuntimeError, IndexError, TypeError, KeyError, AssertionError):
+            return None  # the class takes no such values there
+
+    base = watcher.run(inputs(), operations=True)
+    leaves = [leaf for leaf in base.begin if leaf.variable in course.read and leaf.variable != "self"]
+    streams = find_streams(list(effects_of(base, leaves, run)))
+    cut = _cut(base, streams)
+    findings: list[Finding] = []
+    tokens = _tokens(streams, cut) if cut else _by_size(base, leaves)
+    exits = exits_of(base, course, streams, cut)
+    until = max((each.operations for each in exits), default=len(base.operations))
+    mixing = find_mixing(base, tokens, lambda changes, stop: run(changes, True, stop), until)
+    if mixing is not None:
+        findings.append(_mixing_finding(mixing, watcher))
+    elif not cut:
+        message = f"no variable of {course.forward.owner.name}.forward carries tokens into its blocks and out of them"
+        place = course.forward.module.location(course.begin)
+        findings.append(Finding("CP603", message, place, note=f"seen with probe '{probe}'"))
+    findings += [Finding("CP603", sentence, note=f"seen with probe '{probe}'") for sentence in streams.unclear]
+    names = _names(streams, cut, exits)
+    last = max((each.calls for each in exits), default=len(base.calls))
+    seen = []
+    for number, call in enumerate(base.calls[base.first_call : last], start=base.first_call):
+        sides = []
+        for name, tensor in ((QUERY, call.query), (KEY, call.key)):
+            view = View(name, number, 2, tensor.shape[2])
+            order = streams.of(view) or ()
+            if streams.touching(view) & cut and not (order and set(order) <= cut):
+                message = f"some tokens of the {name} of this attention call are of no stream that is cut"
+                findings.append(_call_finding(message, call, watcher))
+            sides.append(tuple(names[stream] for stream in order if stream in cut))
+        seen.append(Seen(call, *sides))
+    cuts = {
+        carrier.leaf: Cut(carrier.dim, base.begin[carrier.leaf].ndim, tuple(names[s] for s in carrier.streams))
+        for carrier in streams.carriers
+        if set(carrier.streams) <= cut
+    }
+    findings += [
+        Finding("CP603", f"'{carrier.leaf}' holds tokens that are cut beside others that are not")
+        for carrier in streams.carriers
+        if set(carrier.streams) & cut and not set(carrier.streams) <= cut
+    ]
+    return Look(
+        probe,
+        cuts,
+        {leaf: tuple(tensor.shape) for leaf, tensor in base.begin.items()},
+        base.absent,
+        {name: value for name, value in base.numbers.items() if name in course.read},
+        {names[stream]: streams.lengths[stream] for stream in cut},
+        tuple(seen),
+        tuple(each.named(names) for each in exits),
+        tuple(findings),
+    )
+
+
+def _cut(base: Record, streams: Streams) -> frozenset[int]:
+    """The streams to cut: those that queries hold and that reach what forward returns; then those beside them."""
+    sides = []
+    for number, call in enumerate(base.calls[base.first_call :], start=base.first_call):
+        query, key = (
+            set(streams.of(View(name, number, 2, tensor.shape[2])) or ())
+            for name, tensor in ((QUERY, call.query), (KEY, call.key))
+        )
+        sides.append((query, key))
+    asking = set().union(*(query for query, _ in sides)) if sides else set()
+    cut = {
+        stream
+        for carrier in streams.carriers
+        for stream in carrier.streams
+        if len(carrier.streams) == 1 and stream in asking and _reaches_output(carrier)
+    }
+    before = -1
+    while len(cut) != before:
+        before = len(cut)
+        for side in (side for pair in sides for side in pair):
+            if side & cut:
+                cut |= side
+    return frozenset(cut)
+
+
+def _reaches_output(carrier: Carrier) -> bool:
+    views = [*carrier.effect.offsets, *carrier.effect.spread]
+    return any(isinstance(view.name, Leaf) and view.name.variable == RETURNED for view in views)
+
+
+def _tokens(streams: Streams, cut: frozenset[int]) -> list[Token]:
+    """Every token of the streams that are cut, with all variables that carry it."""
+    tokens = []
+    for stream in sorted(cut):
+        for index in range(streams.lengths[stream]):
+            places = []
+            for carrier in streams.carriers:
+                start = 0
+                for part in carrier.streams:
+                    if part == stream:
+                        places.append((carrier.leaf, carrier.dim, start + index))
+                    start += streams.lengths[part]
+            tokens.append(Token(tuple(places)))
+    return tokens
+
+
+def _by_size(base: Record, leaves: list[Leaf]) -> list[Token]:
+    """Where no dim keeps its tokens apart: dims as long as the queries of a call, taken for tokens to find out why."""
+    lengths = {call.query.shape[2] for call in base.calls[base.first_call :]}
+    for length in sorted(lengths, reverse=True):
+        places = [
+            (leaf, dim)
+            for leaf in leaves
+            for dim, size in enumerate(base.begin[leaf].shape)
+            if size == length > 1 and base.begin[leaf].is_floating_point() and dim < base.begin[leaf].ndim - 1
+        ]
+        if places:
+            return [Token(tuple((leaf, dim, index) for leaf, dim in places)) for index in range(length)]
+    return []
+
+
+def _names(streams: Streams, cut: frozenset[int], exits: tuple[Exit, ...]) -> dict[int, str]:
+    """A name for each stream: latent for the one that leaves last, then by the variables that carry it."""
+    main = exits[-1].stream if exits else min(cut, default=-1)
+    names: dict[int, str] = {}
+    for stream in sorted(cut, key=lambda number: number != main):
+        carriers = [carrier for carrier in streams.carriers if carrier.streams == (stream,)]
+        variables = sorted({carrier.leaf.variable for carrier in carriers}, key=lambda name: "hidden" not in name)
+        variable = variables[0] if variables else "tokens"
+        text = any(word in name for name in variables for word in _TEXT)
+        name = "latent" if stream == main else "text" if text else variable.removesuffix("_hidden_states")
+        names[stream] = name if name not in names.values() else variable
+    for stream in range(len(streams.lengths)):
+        names.setdefault(stream, f"whole_{stream}")
+    return names
+
+
+def _mixing_finding(mixing: Mixing, watcher: Watcher) -> Finding:
+    what = "decides on what runs next" if mixing.steers else "mixes the tokens of a stream"
+    return Finding(
+        "CP602",
+        f"{mixing.operation} {what}, outside attention",
+        _location(mixing.file, mixing.line, watcher),
+        note="found by changing one token at a time; on ranks that hold parts of the stream it would see a part",
+        help="such a class needs a plan by hand, if the operation can stand outside the region (docs/plans.md)",
+    )
+
+
+def _call_finding(message: str, call: AttentionCall, watcher: Watcher) -> Finding:
+    return Finding("CP603", message, _location(*call.where, watcher))
+
+
+def _location(file: str, line: int, watcher: Watcher) -> Location | None:
+    module = watcher.source(file) if file else None
+    if module is None:
+        return None
+    text = module.lines[line - 1].rstrip("\n")
+    start = len(text) - len(text.lstrip())
+    return Location(module.label, line, start + 1, max(1, len(text.strip())), text)

@@ -1,0 +1,153 @@
+"""From what each probe showed to one plan."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from cpgen.diagnostics import Finding
+from cpgen.infer.course import Course
+from cpgen.infer.exits import Exit
+from cpgen.infer.look import Cut, Look
+from cpgen.infer.sites import attention_entries
+from cpgen.infer.watch import Leaf
+from cpgen.plan import Gather, Plan, Prefix, Probe, Shard
+
+Key = tuple[str, tuple["str | int", ...], "str | None", int, int, str]  # of an exit
+Pattern = tuple[str, tuple["str | int", ...]]  # a variable and a path, with "*" for every element of a list
+
+
+def merge(
+    model: str, diffusers: str | None, course: Course, looks: Sequence[Look], probes: Sequence[Probe]
+) -> tuple[Plan, list[Finding]]:
+    """The plan that fits all `looks`, and what could not be decided."""
+    findings = list(dict.fromkeys(finding for look in looks for finding in look.findings))
+    streams = tuple(dict.fromkeys(name for look in looks for name in look.lengths))
+    seen = [each for look in looks for each in look.seen]
+    gathers = _gathers(looks, course, findings)
+    plan = Plan(
+        model=model,
+        diffusers=diffusers,
+        heads=_heads(looks, probes),
+        blocks=course.lists,
+        streams=streams,
+        begin=course.lists[0],
+        shards=_shards(looks, findings),
+        prefixes=_prefixes(looks),
+        gathers=gathers,
+        attention=attention_entries(seen, streams, findings),
+        probes=tuple(probes),
+    )
+    return plan, findings
+
+
+def _shards(looks: Sequence[Look], findings: list[Finding]) -> tuple[Shard, ...]:
+    cuts: dict[Pattern, list[Cut]] = {}
+    for look in looks:
+        for leaf, cut in look.cuts.items():
+            cuts.setdefault(_pattern(leaf, cut, looks), []).append(cut)
+    shards = []
+    for (variable, path), found in cuts.items():
+        kinds = list(dict.fromkeys(found))
+        if len(kinds) > 1:
+            shown = "; ".join(f"dim {kind.dim} of {kind.ndim}, {' and '.join(kind.streams)}" for kind in kinds)
+            findings.append(Finding("CP603", f"'{variable}' carries tokens in several ways", note=shown))
+            continue
+        (cut,) = kinds
+        ndims = {
+            len(shape)
+            for look in looks
+            for leaf, shape in look.present.items()
+            if leaf.variable == variable and len(leaf.path) == len(path) and _matches(leaf.path, path)
+        }
+        missing = any(variable in look.absent for look in looks)
+        when = f"ndim == {cut.ndim}" if ndims - {cut.ndim} else None
+        shards.append(Shard(variable, path, cut.dim, cut.ndim, cut.streams, optional=missing, when=when))
+    return tuple(shards)
+
+
+def _pattern(leaf: Leaf, cut: Cut, looks: Sequence[Look]) -> Pattern:
+    """The leaf's path, with "*" for an index wherever all elements there are alike, in all probes."""
+    path = leaf.path
+    for position in reversed(range(len(path))):
+        wider = (*path[:position], "*", *path[position + 1 :])
+        if isinstance(path[position], int) and all(_alike(look, leaf.variable, wider, cut) for look in looks):
+            path = wider
+    return leaf.variable, path
+
+
+def _alike(look: Look, variable: str, path: tuple[str | int, ...], cut: Cut) -> bool:
+    """Whether all that `path` leads to is cut in the same way; or could be, where nothing reads it in this probe."""
+    lengths = {look.present[leaf][cut.dim] for leaf, each in look.cuts.items() if each == cut}
+    for leaf, shape in look.present.items():
+        if leaf.variable != variable or not _matches(leaf.path, path):
+            continue
+        unread = leaf not in look.cuts and len(shape) == cut.ndim and (not lengths or shape[cut.dim] in lengths)
+        if len(leaf.path) != len(path) or not (unread or look.cuts.get(leaf) == cut):
+            return False
+    return True
+
+
+def _matches(path: tuple[str | int, ...], pattern: tuple[str | int, ...]) -> bool:
+    """Whether the two agree as far as both go."""
+    return all(step == wanted or wanted == "*" for step, wanted in zip(path, pattern, strict=False))
+
+
+def _prefixes(looks: Sequence[Look]) -> tuple[Prefix, ...]:
+    """Whole numbers that were the length of one stream in every probe, and not always the same."""
+    found = []
+    variables = {name for look in looks for name in look.numbers}
+    for variable in sorted(variables):
+        of = [(look.numbers[variable], look.lengths) for look in looks if variable in look.numbers]
+        fitting = [
+            stream
+            for stream in {name for _, lengths in of for name in lengths}
+            if all(lengths.get(stream) == value for value, lengths in of)
+        ]
+        if len(fitting) == 1 and len({value for value, _ in of}) > 1:
+            found.append(Prefix(variable, fitting[0]))
+    return tuple(found)
+
+
+def _gathers(looks: Sequence[Look], course: Course, findings: list[Finding]) -> tuple[Gather, ...]:
+    """What forward returns as it is, put together; else the last variable with a row a token in all probes."""
+    possible = [{exit.key: exit for exit in look.exits} for look in looks]
+    common = [key for key in possible[-1] if all(key in each for each in possible)] if possible else []
+    returned = [key for key in common if all(each[key].returned for each in possible)]
+    main = [key for key in common if key not in returned and key[-1] not in {key[-1] for key in returned}]
+    chosen = list(returned)
+    if main and not any(key[-1] == "latent" for key in returned):
+        latest = max(main, key=lambda key: possible[-1][key].line)
+        chosen.append(latest)
+    if not chosen:
+        place = course.forward.module.location(course.begin)
+        message = "no statement behind the blocks leaves a variable with one row a token in all probes"
+        findings.append(Finding("CP603", message, place))
+    return tuple(_gather(possible, key) for key in _one_a_variable(chosen, possible[-1]))
+
+
+def _one_a_variable(keys: list[Key], exits: Mapping[Key, Exit]) -> list[Key]:
+    """Of several for one variable, the last."""
+    latest: dict[Pattern, Key] = {}
+    for key in sorted(keys, key=lambda key: exits[key].line):
+        latest[key[0], key[1]] = key
+    return list(latest.values())
+
+
+def _gather(possible: Sequence[Mapping[Key, Exit]], key: Key) -> Gather:
+    exit = possible[-1][key]
+    path = tuple("*" if isinstance(step, int) else step for step in exit.path)
+    return Gather(exit.variable, path, exit.dim, exit.ndim, exit.name, exit.after)
+
+
+def _heads(looks: Sequence[Look], probes: Sequence[Probe]) -> str | None:
+    """The constructor's argument that was the number of query heads in every probe."""
+    names = [name for name in probes[0].config if "head" in name and "dim" not in name] if probes else []
+    for name in sorted(names, key=lambda name: (name != "num_attention_heads", name)):
+        if all(
+            each.call.query.shape[1] == probe.config.get(name)
+            for look, probe in zip(looks, probes, strict=True)
+            for each in look.seen
+            if each.query
+        ):
+            return name
+    return None

@@ -1,0 +1,149 @@
+"""Entries for attention functions, from what their calls saw in all probes."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from cpgen.diagnostics import Finding
+from cpgen.infer.look import Seen
+from cpgen.plan import AttentionFunction, Site, Whole
+from cpgen.surgery.functions import Function, argument, may_be_causal
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """What one call saw. No streams: its keys and values are on every rank."""
+
+    query: tuple[str, ...] = ()
+    kv: tuple[str, ...] | None = None
+
+
+def attention_entries(
+    seen: Iterable[Seen], order: tuple[str, ...], findings: list[Finding]
+) -> tuple[AttentionFunction, ...]:
+    """One entry for each function that attended. Adds to `findings` what could not be told."""
+    by_call: dict[tuple[str, int], list[Seen]] = {}
+    functions: dict[str, Function] = {}
+    for each in seen:
+        place = each.call.place
+        if place is None:
+            file, line = each.call.where
+            findings.append(
+                Finding(
+                    "CP603",
+                    f"attention outside a class's __call__ or forward, at {file.rpartition('/')[2]}:{line}",
+                    help="a plan describes the calls of such methods: the class needs a change of its own",
+                )
+            )
+            return ()
+        functions[place.key[0]] = place.function
+        by_call.setdefault(place.key, []).append(each)
+    return tuple(
+        _entry(owner, function, {call: found for (name, call), found in by_call.items() if name == owner}, findings)
+        for owner, function in functions.items()
+    )
+
+
+def _entry(
+    owner: str, function: Function, by_call: dict[int, list[Seen]], findings: list[Finding]
+) -> AttentionFunction:
+    sites = []
+    for number, call in enumerate(function.attention_calls()):
+        if number not in by_call:
+            note = "no probe reaches it: what it sees is not known"
+            message = f"call {number} of {owner} attends, in a branch that did not run"
+            findings.append(Finding("CP604", message, function.module.location(call), note=note))
+            continue
+        site = _site(number, call, by_call[number], function, findings)
+        if site is not None:
+            sites.append(site)
+    found = [each for group in by_call.values() for each in group]
+    return AttentionFunction(owner, tuple(sites), _whole(function, found) if sites else ())
+
+
+def _site(number: int, call: ast.Call, seen: list[Seen], function: Function, findings: list[Finding]) -> Site | None:
+    kinds: dict[_Kind, list[Seen]] = {}
+    for each in seen:
+        kinds.setdefault(_kind_of(each), []).append(each)
+    if any(not kind.query and kind.kv for kind in kinds):
+        message = f"call {number} of {function.owner.name} has queries of every rank, but keys that are cut"
+        findings.append(Finding("CP603", message, function.module.location(call)))
+        return None
+    exchanging = sorted((kind for kind in kinds if kind.query), key=lambda kind: (len(kind.query), kind.query))
+    if not exchanging:
+        return Site(number, "cross")
+    first, *others = exchanging
+    whens = None
+    if len(kinds) > 1:
+        whens = _condition(kinds[first], [each for kind in kinds if kind != first for each in kinds[kind]], function)
+    too_many = len(kinds) > 2 or any(other.kv is not None for other in others)
+    if len(kinds) > 1 and (whens is None or too_many):
+        message = f"call {number} of {function.owner.name} sees different tokens, and no argument tells which"
+        what = "; ".join(
+            f"queries of {_listed(kind.query)}, keys of {_listed(kind.kv or kind.query)}" for kind in kinds
+        )
+        findings.append(Finding("CP603", message, function.module.location(call), note=what))
+        return None
+    causal = may_be_causal(call)
+    name = "causal" if causal else "cross" if first.kv else "joint" if len(first.query) > 1 else "self"
+    otherwise = others[0].query if others else None
+    return Site(number, name, first.query, first.kv, whens, otherwise)
+
+
+def _kind_of(seen: Seen) -> _Kind:
+    if seen.query and seen.key and seen.key != seen.query:
+        return _Kind(seen.query, seen.key)
+    return _Kind(seen.query if seen.key else (), seen.key if seen.key and not seen.query else None)
+
+
+def _condition(yes: list[Seen], no: list[Seen], function: Function) -> str | None:
+    """A condition on the function's arguments that holds in all of `yes` and in none of `no`."""
+    for parameter in function.parameters:
+        if parameter in ("self", "attn"):
+            continue
+        of_yes = {parameter in each.call.absent for each in yes}
+        of_no = {parameter in each.call.absent for each in no}
+        if len(of_yes) == len(of_no) == 1 and of_yes != of_no:
+            return f"{parameter} is {'' if of_yes == {True} else 'not '}None"
+    return None
+
+
+def _whole(function: Function, seen: list[Seen]) -> tuple[Whole, ...]:
+    """Whole numbers that are lengths of streams, from which the function makes a mask."""
+    exchanging = [each for each in seen if each.query and each.key]
+    found = []
+    for call in function.attention_calls():
+        mask = argument(call, 3, "attn_mask")
+        if not isinstance(mask, ast.Name):
+            continue
+        feeding = _feeding(function, mask.id)
+        for variable in sorted(feeding):
+            streams = _length_of(variable, exchanging)
+            if streams and function.assignments_of(variable) and variable != mask.id:
+                found.append(Whole(((variable, streams),), after=variable, before=None, until=mask.id))
+    return tuple(dict.fromkeys(found))
+
+
+def _feeding(function: Function, name: str) -> set[str]:
+    """The variables that the value of `name` is made from."""
+    found = [name]
+    for each in found:  # grows
+        for statement in function.assignments_of(each):
+            for node in ast.walk(statement):
+                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in found:
+                    found.append(node.id)
+    return set(found)
+
+
+def _length_of(variable: str, seen: list[Seen]) -> tuple[str, ...]:
+    """The streams whose length together `variable` was in every call, or ()."""
+    if not seen or any(each.call.whole.get(variable) != each.call.query.shape[2] for each in seen):
+        return ()
+    orders = {each.query for each in seen}
+    return orders.pop() if len(orders) == 1 else ()
+
+
+def _listed(streams: tuple[str, ...]) -> str:
+    return "[" + ", ".join(streams) + "]"

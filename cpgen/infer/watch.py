@@ -1,0 +1,372 @@
+"""Runs the unmodified class once and notes what happens: forward's variables, attention calls, operations.
+
+Attention is replaced by a stand-in that returns the query: then no token sees another but through what the class does
+outside attention.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from cpgen.infer.course import Course
+from cpgen.source import SourceModule
+from cpgen.surgery.functions import Function, method
+
+RETURNED = "return"  # stands for a variable: what forward returns
+Change = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True, order=True)
+class Leaf:
+    """A tensor among forward's variables: the variable, and the path to it through tuples, lists and dicts."""
+
+    variable: str
+    path: tuple[str | int, ...] = ()
+
+    def __str__(self) -> str:
+        return self.variable + "".join(f"[{step!r}]" for step in self.path)
+
+
+@dataclass(frozen=True)
+class Place:
+    """An attention call in the source: call `call` of the function `function`, counted from 0."""
+
+    function: Function
+    call: int
+
+    @property
+    def key(self) -> tuple[str, int]:
+        return self.function.owner.name, self.call
+
+
+@dataclass(frozen=True)
+class AttentionCall:
+    """One attention call at run time. `query` is (B, H, S, D), `key` (B, H, T, D).
+
+    `absent` are the parameters of the function around it that were None where it began; `whole` its variables that
+    were whole numbers when it attended. `blocks` is the attribute of the model whose blocks it ran in, if any.
+    """
+
+    place: Place | None
+    query: Tensor
+    key: Tensor
+    absent: frozenset[str]
+    whole: Mapping[str, int]
+    blocks: str | None
+    where: tuple[str, int]
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """Tensors among forward's variables that are new since the last snapshot, just ahead of `line`.
+
+    `after` is the line of the statement that has just run, `operations` how many had run by then.
+    """
+
+    after: int
+    line: int
+    operations: int
+    calls: int
+    tensors: Mapping[Leaf, Tensor]
+
+
+@dataclass
+class Record:
+    """What one run showed. `begin`, `numbers` and `absent` are forward's variables where the region begins."""
+
+    begin: dict[Leaf, Tensor] = field(default_factory=dict)
+    numbers: dict[str, int] = field(default_factory=dict)
+    absent: frozenset[str] = frozenset()
+    calls: list[AttentionCall] = field(default_factory=list)
+    first_call: int = 0  # the first of `calls` in the region
+    snapshots: list[Snapshot] = field(default_factory=list)
+    operations: list[tuple[str, tuple[Tensor, ...]]] = field(default_factory=list)
+    attending: list[str] = field(default_factory=list)  # attributes of the model whose blocks attend
+
+
+class Watcher:
+    """Runs `model` on inputs. `course` is None for a first look that only finds out which blocks attend."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        forward: Function,
+        course: Course | None,
+        module_of: Callable[[str], SourceModule | None],
+    ) -> None:
+        self._model = model
+        self._forward = forward
+        self._course = course
+        self._module_of = module_of  # source by file
+        self._sources: dict[str, SourceModule | None] = {}
+        self._places: dict[tuple[str, int], Place | None] = {}
+
+    @torch.no_grad()
+    def run(
+        self,
+        inputs: Mapping[str, Any],
+        changes: Mapping[Leaf, Change] | None = None,
+        *,
+        operations: bool = False,
+        stop_at: int | None = None,
+    ) -> Record:
+        """Run forward. `changes` are made to variables where the region begins; `operations` are noted from there on.
+
+        Raises `Stopped` ahead of operation `stop_at`, and whatever the class raises.
+        """
+        run = _Run(self, changes or {}, operations, stop_at)
+        with run.watching():
+            self._model(**inputs)
+        return run.record
+
+    def source(self, file: str) -> SourceModule | None:
+        if file not in self._sources:
+            self._sources[file] = self._module_of(file)
+        return self._sources[file]
+
+    def place(self, frame: FrameType) -> Place | None:
+        """The attention call that `frame` is in, if it is a method with one at its line."""
+        where = frame.f_code.co_filename, frame.f_lineno
+        if where not in self._places:
+            self._places[where] = self._find_place(*where)
+        return self._places[where]
+
+    def _find_place(self, file: str, line: int) -> Place | None:
+        module = self.source(file)
+        for owner in module.tree.body if module is not None else []:
+            function = _method_at(module, owner, line) if module is not None else None
+            for number, call in enumerate(function.attention_calls() if function is not None else []):
+                if function is not None and call.lineno <= line <= (call.end_lineno or 0):
+                    return Place(function, number)
+        return None
+
+
+class Stopped(Exception):  # noqa: N818
+    """A run was stopped ahead of an operation: the file and line of the class's code that asked for it."""
+
+    def __init__(self, file: str, line: int) -> None:
+        super().__init__(f"{file}:{line}")
+        self.file, self.line = file, line
+
+
+class _Run:
+    def __init__(self, watcher: Watcher, changes: Mapping[Leaf, Change], operations: bool, stop_at: int | None) -> None:
+        self.record = Record()
+        self._watcher = watcher
+        self._changes = changes
+        self._operations = operations
+        self._stop_at = stop_at
+        self._began = False
+        self._noting = False  # operations are the class's, not those of taking notes
+        self._last_line = 0
+        self._seen: dict[Leaf, tuple[int, int]] = {}
+        self._absent: dict[int, frozenset[str]] = {}  # by id of a frame that runs
+        self._blocks: list[str] = []
+
+    @contextmanager
+    def watching(self) -> Iterator[None]:
+        before = sys.gettrace()
+        with ExitStack() as stack:
+            for hook in self._hooks():
+                stack.callback(hook.remove)
+            stack.enter_context(_StandIn(self._attend))
+            if self._operations:
+                stack.enter_context(_Operations(self._operation))
+            stack.callback(sys.settrace, before)
+            sys.settrace(self._on_call)
+            yield
+
+    def _hooks(self) -> Iterator[Any]:
+        for name, child in self._watcher._model.named_children():
+            for block in _blocks_of(child):
+                yield block.register_forward_pre_hook(lambda *_, name=name: self._blocks.append(name))
+                yield block.register_forward_hook(lambda *_: self._left())
+
+    def _left(self) -> None:
+        self._blocks.pop()
+
+    # What the interpreter reports
+
+    def _on_call(self, frame: FrameType, event: str, argument: Any) -> Any:
+        code = frame.f_code
+        function = self._watcher._forward
+        if code.co_name in ("__call__", "forward") and self._watcher.source(code.co_filename) is not None:
+            names = code.co_varnames[: code.co_argcount + code.co_kwonlyargcount]
+            self._absent[id(frame)] = frozenset(name for name in names if frame.f_locals[name] is None)
+        if self._watcher._course is None or code.co_name != "forward" or not _same(code.co_filename, function):
+            return None
+        inside = function.node.lineno <= frame.f_lineno <= (function.node.end_lineno or 0)
+        decorated = min([function.node.lineno, *(each.lineno for each in function.node.decorator_list)])
+        return self._in_forward if inside or decorated <= code.co_firstlineno <= function.node.lineno else None
+
+    def _in_forward(self, frame: FrameType, event: str, argument: Any) -> Any:
+        course = self._watcher._course
+        assert course is not None
+        line = frame.f_lineno
+        if event == "line":
+            if not self._began and line >= course.begin.lineno:
+                self._begin(frame.f_locals)
+            elif self._began and line > course.end_line:
+                self._snapshot(line, frame.f_locals)
+            self._last_line = line
+        elif event == "return" and self._began:
+            self._snapshot(line, {**frame.f_locals, RETURNED: argument})
+        return self._in_forward
+
+    def _begin(self, variables: dict[str, Any]) -> None:
+        for name, value in list(variables.items()):
+            if self._changes:
+                # The interpreter writes changes of this dict back into the frame.
+                variables[name] = _changed(value, Leaf(name), self._changes)
+            self.record.begin |= {leaf: tensor.clone() for leaf, tensor in _leaves(variables[name], Leaf(name))}
+            if isinstance(value, int) and not isinstance(value, bool):
+                self.record.numbers[name] = value
+        self.record.absent = frozenset(name for name, value in variables.items() if value is None)
+        self.record.first_call = len(self.record.calls)
+        self._began = self._noting = True
+
+    def _snapshot(self, line: int, variables: dict[str, Any]) -> None:
+        self._noting = False
+        new = {}
+        for name, value in variables.items():
+            for leaf, tensor in _leaves(value, Leaf(name)):
+                version = (id(tensor), tensor._version)
+                if self._seen.get(leaf) != version:
+                    self._seen[leaf] = version
+                    new[leaf] = tensor.clone()
+        if new:
+            sizes = len(self.record.operations), len(self.record.calls)
+            self.record.snapshots.append(Snapshot(self._last_line, line, *sizes, new))
+        self._noting = True
+
+    # What torch reports
+
+    def _attend(self, query: Tensor, key: Tensor) -> None:
+        frame: FrameType | None = sys._getframe(1)
+        where = ("", 0)
+        place = None
+        while frame is not None and place is None:
+            if self._watcher.source(frame.f_code.co_filename) is not None:
+                where = where if where[0] else (frame.f_code.co_filename, frame.f_lineno)
+                place = self._watcher.place(frame)
+            if place is not None:
+                break
+            frame = frame.f_back
+        whole = {}
+        if frame is not None:
+            whole = {
+                name: value
+                for name, value in frame.f_locals.items()
+                if isinstance(value, int) and not isinstance(value, bool)
+            }
+        blocks = self._blocks[0] if self._blocks else None
+        absent = self._absent.get(id(frame), frozenset())
+        noting, self._noting = self._noting, False
+        self.record.calls.append(AttentionCall(place, query.clone(), key.clone(), absent, whole, blocks, where))
+        self._noting = noting
+        if blocks is not None and blocks not in self.record.attending:
+            self.record.attending.append(blocks)
+
+    def _operation(self, name: str, outputs: tuple[Tensor, ...]) -> None:
+        if not self._noting:
+            return
+        if self._stop_at == len(self.record.operations):
+            frame: FrameType | None = sys._getframe(1)
+            while frame is not None:
+                if self._watcher.source(frame.f_code.co_filename) is not None:
+                    raise Stopped(frame.f_code.co_filename, frame.f_lineno)
+                frame = frame.f_back
+        self.record.operations.append((name, tuple(output.clone() for output in outputs)))
+
+
+class _StandIn(TorchFunctionMode):
+    def __init__(self, report: Callable[[Tensor, Tensor], None]) -> None:
+        super().__init__()
+        self._report = report
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not functional.scaled_dot_product_attention:
+            return func(*args, **(kwargs or {}))
+        given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
+        query, key, value = given["query"], given["key"], given["value"]
+        self._report(query, key)
+        size = value.shape[-1]
+        repeats = -(-size // query.shape[-1])
+        return torch.cat([query] * repeats, dim=-1)[..., :size].to(value.dtype).contiguous()
+
+
+class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self, report: Callable[[str, tuple[Tensor, ...]], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._report = report
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        name = str(func)
+        if "empty" in name and isinstance(result, Tensor):
+            result.zero_()  # what was in memory before is no value of the class's
+        outputs = result if isinstance(result, (tuple, list)) else (result,)
+        tensors = tuple(
+            output if isinstance(output, Tensor) else torch.tensor(output)
+            for output in outputs
+            if isinstance(output, (Tensor, bool, int, float))
+        )
+        self._report(name, tensors)
+        return result
+
+
+def _blocks_of(child: nn.Module) -> Iterator[nn.Module]:
+    if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+        for inner in child.children():
+            yield from [inner] if not isinstance(inner, (nn.ModuleList, nn.ModuleDict)) else _blocks_of(inner)
+
+
+def _same(file: str, function: Function) -> bool:
+    return Path(file).resolve() == function.module.path.resolve()
+
+
+def _method_at(module: SourceModule, owner: Any, line: int) -> Function | None:
+    if not hasattr(owner, "bases") or not owner.lineno <= line <= owner.end_lineno:
+        return None
+    for name in ("__call__", "forward"):
+        function = method(module, owner, name)
+        if function is not None and function.node.lineno <= line <= (function.node.end_lineno or 0):
+            return function
+    return None
+
+
+def _leaves(value: Any, leaf: Leaf) -> Iterator[tuple[Leaf, Tensor]]:
+    """The tensors in `value` that have dims, through tuples, lists and dicts."""
+    if isinstance(value, Tensor):
+        if value.ndim:
+            yield leaf, value
+    elif isinstance(value, dict):
+        for key, item in value.items():
+            yield from _leaves(item, Leaf(leaf.variable, (*leaf.path, key)))
+    elif isinstance(value, (tuple, list)):
+        for index, item in enumerate(value):
+            yield from _leaves(item, Leaf(leaf.variable, (*leaf.path, index)))
+
+
+def _changed(value: Any, leaf: Leaf, changes: Mapping[Leaf, Change]) -> Any:
+    if isinstance(value, Tensor):
+        return changes[leaf](value) if leaf in changes else value
+    if type(value) is dict:
+        return {key: _changed(item, Leaf(leaf.variable, (*leaf.path, key)), changes) for key, item in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(
+            _changed(item, Leaf(leaf.variable, (*leaf.path, index)), changes) for index, item in enumerate(value)
+        )
+    return value
