@@ -81,7 +81,8 @@ def _site(site: Site) -> dict[str, Any]:
 
 def _whole(whole: Whole) -> dict[str, Any]:
     entry: dict[str, Any] = {"variables": {name: _streams(streams) for name, streams in whole.variables}}
-    return entry | {"after": whole.after, "until": whole.until}
+    places = {"after": whole.after, "before": whole.before, "until": whole.until}
+    return entry | {key: value for key, value in places.items() if value is not None}
 
 
 def _streams(streams: tuple[str, ...]) -> str | list[str]:

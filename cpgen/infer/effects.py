@@ -108,27 +108,26 @@ def changed_elements(before: Tensor, after: Tensor) -> Tensor:
 def _effect(base: Record, leaf: Leaf, dim: int, size: int, run: Run) -> Effect:
     expected = views_of(base)
     rows: dict[View, list[tuple[int, tuple[int, ...]]]] = {}
-    for index in sorted({0, size // 2, size - 1}):
+    indices = sorted({0, size // 2, size - 1})
+    for index in indices:
         record = run({leaf: change_at(dim, index, seed=index)})
         found = views_of(record) if record is not None else {}
         if found.keys() != expected.keys():  # another course, or refused: no statement about this dim
             return Effect(leaf, dim, size, {}, ())
         for view, tensor in found.items():
-            if tensor.shape == expected[view].shape:
-                changed = rows_that_changed(expected[view], tensor, view.dim)
-                if changed:
-                    rows.setdefault(view, []).append((index, changed))
-    offsets: dict[View, int] = {}
-    spread = []
-    tried = len({0, size // 2, size - 1})
-    for view, seen in rows.items():
-        if all(len(changed) == 1 for _, changed in seen):
-            differences = {changed[0] - index for index, changed in seen}
-            # Where only some indices show (a mask hides others), the offset is that of those.
-            if len(differences) == 1 and (len(seen) == tried or len(seen) > 1) and view.size > 1:
-                offset = differences.pop()
-                if offset >= 0 and offset + size <= view.size:
-                    offsets[view] = offset
-                    continue
-        spread.append(view)
-    return Effect(leaf, dim, size, offsets, tuple(spread))
+            changed = rows_that_changed(expected[view], tensor, view.dim)
+            if changed:
+                rows.setdefault(view, []).append((index, changed))
+        if not any(len(seen[0][1]) == 1 for view, seen in rows.items() if view.name != leaf):
+            return Effect(leaf, dim, size, {}, tuple(rows))  # tokens would stay apart somewhere
+    offsets = {view: offset for view, seen in rows.items() if (offset := _offset(seen, size, view)) is not None}
+    return Effect(leaf, dim, size, offsets, tuple(view for view in rows if view not in offsets))
+
+
+def _offset(seen: list[tuple[int, tuple[int, ...]]], size: int, view: View) -> int | None:
+    """What is added to each index to give the one row that it changed; None if there is no such number."""
+    differences = {changed[0] - index for index, changed in seen}
+    if len(seen) < 2 or len(differences) > 1 or any(len(changed) > 1 for _, changed in seen):
+        return None  # an index may change nothing, where a mask hides it, but one alone shows no order
+    offset = differences.pop()
+    return offset if offset >= 0 and offset + size <= view.size else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import itertools
 import logging
+import math
 import re
 import warnings
 from collections.abc import Iterator, Mapping
@@ -32,7 +33,7 @@ _TEXT = re.compile(
 )
 _LARGEST = 150_000_000  # parameters: more would take minutes
 _TRIALS = 400
-_SIZES = ((2, 15, 7, (3, 6, 10)), (1, 16, 8, (2, 4, 8)))  # batch, tokens, text tokens, frames x height x width
+_SIZES = ((2, 7, (3, 5, 1), (3, 6, 10)), (1, 8, (2, 4, 2), (2, 4, 8)))  # batch, text tokens, grids of tokens and pixels
 
 
 def guess_probes(target: Target) -> tuple[Probe, ...]:
@@ -40,6 +41,10 @@ def guess_probes(target: Target) -> tuple[Probe, ...]:
     model_class = load_reference(reference_of(target))
     config = _config(target, model_class)
     required = [name for name, each in _parameters(model_class.forward).items() if each.default is each.empty]
+    settings = {name: each.default for name, each in _parameters(model_class.__init__).items()} | config
+    unknown = [name for name in required if not _choices(name, settings, *_SIZES[0])]
+    if unknown:
+        raise _give_probes(target, f"nothing is known about its argument{'s'[: len(unknown) - 1]} {', '.join(unknown)}")
     trials = 0
     last = ""
     logging.disable(logging.WARNING)
@@ -47,7 +52,7 @@ def guess_probes(target: Target) -> tuple[Probe, ...]:
         with warnings.catch_warnings(), torch.no_grad():
             warnings.simplefilter("ignore")
             model = build_model(model_class, Probe("guess", config, {}), 0, torch.float32)
-            for guess in _guesses(model_class, required, config):
+            for guess in _guesses(model_class, required, settings):
                 trials += 1
                 if trials > _TRIALS:
                     break
@@ -71,7 +76,7 @@ def _config(target: Target, model_class: type[nn.Module]) -> dict[str, Any]:
     defaults = {name: each.default for name, each in parameters.items()}
     few = {name: 2 for name, value in defaults.items() if _is_int(value) and value > 2 and _LAYERS.fullmatch(name)}
     heads = {name: 4 for name, value in defaults.items() if _is_int(value) and value > 4 and _HEADS.fullmatch(name)}
-    for config in (few | heads, few):
+    for config in (few | heads | _following(defaults, heads), few | heads, few):
         try:
             with torch.device("meta"):
                 model = model_class(**config)
@@ -82,12 +87,22 @@ def _config(target: Target, model_class: type[nn.Module]) -> dict[str, Any]:
     raise _give_probes(target, "no small configuration of it was found")
 
 
+def _following(defaults: Mapping[str, Any], heads: Mapping[str, int]) -> dict[str, int]:
+    """Arguments that default to the channels of all heads, for fewer heads."""
+    products = {
+        defaults[name] * size: count * size
+        for name, count in heads.items()
+        for key, size in defaults.items()
+        if _is_int(size) and "head_dim" in key
+    }
+    return {name: products[value] for name, value in defaults.items() if _is_int(value) and value in products}
+
+
 def _guesses(
-    model_class: type[nn.Module], required: list[str], config: Mapping[str, Any]
+    model_class: type[nn.Module], required: list[str], settings: Mapping[str, Any]
 ) -> Iterator[tuple[dict[str, Spec], dict[str, Spec]]]:
     """Inputs of both sizes: first with the required arguments alone, then with usual optional ones."""
     parameters = _parameters(model_class.forward)
-    settings = {name: each.default for name, each in _parameters(model_class.__init__).items()} | dict(config)
     usual = [name for name in parameters if name not in required and _choices(name, settings, *_SIZES[0])]
     tried = []
     for extra in ([], [name for name in usual if "mask" not in name], usual):
@@ -96,8 +111,6 @@ def _guesses(
             continue
         tried.append(names)
         small, other = ([_choices(name, settings, *size) for name in names] for size in _SIZES)
-        if not all(small):
-            continue
         for picks in itertools.product(*(range(len(choices)) for choices in small)):
             yield tuple(  # type: ignore[misc]
                 {name: choices[pick] for name, choices, pick in zip(names, of, picks, strict=True)}
@@ -106,11 +119,17 @@ def _guesses(
 
 
 def _choices(
-    name: str, settings: Mapping[str, Any], batch: int, tokens: int, text: int, grid: tuple[int, int, int]
+    name: str,
+    settings: Mapping[str, Any],
+    batch: int,
+    text: int,
+    grid: tuple[int, int, int],
+    pixels: tuple[int, int, int],
 ) -> list[Spec]:
     """What an argument of this name may be, likeliest first; [] for a name that says nothing."""
     channels = _values(settings, "in_channels", "num_channels", "input_channels", "in_dim", "channels", "io_channels")
-    frames, height, width = grid
+    tokens = math.prod(grid)
+    frames, height, width = pixels
     if name in ("hidden_states", "sample", "x", "latents"):
         shapes = [[batch, tokens, c] for c in channels]
         shapes += [[batch, c, height, width] for c in channels] + [[batch, c, frames, height, width] for c in channels]
@@ -129,6 +148,10 @@ def _choices(
     if name in ("encoder_hidden_states", "context", "text_embeds", "prompt_embeds"):
         dims = [value for key, value in settings.items() if _is_int(value) and _TEXT.fullmatch(key)]
         return [{"shape": [batch, text, dim]} for dim in dict.fromkeys(dims)]
+    if name in ("num_frames", "height", "width"):
+        return [{"value": dict(zip(("num_frames", "height", "width"), grid, strict=True))[name]}]
+    if name == "class_labels":
+        return [{"shape": [batch], "dtype": "int64", "high": 10}]
     if name in ("img_ids", "txt_ids"):
         return [{"shape": [tokens if name == "img_ids" else text, 3], "low": 0, "high": 8, "grad": False}]
     return []

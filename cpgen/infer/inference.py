@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import logging
 import sys
 import warnings
@@ -57,7 +58,9 @@ def infer_plan(target: Target, probes: Sequence[Probe], tree: SourceTree) -> tup
         for probe, model in zip(probes, models, strict=True):
             watcher = Watcher(model, forward, course, module_of)
             looks.append(look(probe.name, model, course, watcher, _inputs_of(probe)))
-    return merge(target.class_name, _versions(target, tree), course, looks, probes)
+    parameters = inspect.signature(model_class.__init__).parameters
+    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
+    return merge(target.class_name, _versions(target, tree), course, looks, probes, defaults)
 
 
 def reference_of(target: Target) -> Reference:

@@ -35,6 +35,7 @@ class Seen:
     call: AttentionCall
     query: tuple[str, ...]
     key: tuple[str, ...]
+    lengths: Mapping[str, int]  # of all streams that are cut, in tokens
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,7 @@ def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs:
         findings.append(Finding("CP603", message, place, note=f"seen with probe '{probe}'"))
     findings += [Finding("CP603", sentence, note=f"seen with probe '{probe}'") for sentence in streams.unclear]
     names = _names(streams, cut, exits)
+    lengths = {names[stream]: streams.lengths[stream] for stream in sorted(cut)}
     last = max((each.calls for each in exits), default=len(base.calls))
     seen = []
     for number, call in enumerate(base.calls[base.first_call : last], start=base.first_call):
@@ -89,7 +91,7 @@ def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs:
                 message = f"some tokens of the {name} of this attention call are of no stream that is cut"
                 findings.append(_call_finding(message, call, watcher))
             sides.append(tuple(names[stream] for stream in order if stream in cut))
-        seen.append(Seen(call, *sides))
+        seen.append(Seen(call, sides[0], sides[1], lengths))
     cuts = {
         carrier.leaf: Cut(carrier.dim, base.begin[carrier.leaf].ndim, tuple(names[s] for s in carrier.streams))
         for carrier in streams.carriers
@@ -106,7 +108,7 @@ def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs:
         {leaf: tuple(tensor.shape) for leaf, tensor in base.begin.items()},
         base.absent,
         {name: value for name, value in base.numbers.items() if name in course.read},
-        {names[stream]: streams.lengths[stream] for stream in cut},
+        lengths,
         tuple(seen),
         tuple(each.named(names) for each in exits),
         tuple(findings),

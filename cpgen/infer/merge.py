@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from cpgen.diagnostics import Finding
 from cpgen.infer.course import Course
@@ -17,9 +18,14 @@ Pattern = tuple[str, tuple["str | int", ...]]  # a variable and a path, with "*"
 
 
 def merge(
-    model: str, diffusers: str | None, course: Course, looks: Sequence[Look], probes: Sequence[Probe]
+    model: str,
+    diffusers: str | None,
+    course: Course,
+    looks: Sequence[Look],
+    probes: Sequence[Probe],
+    defaults: Mapping[str, Any],
 ) -> tuple[Plan, list[Finding]]:
-    """The plan that fits all `looks`, and what could not be decided."""
+    """The plan that fits all `looks`, and what could not be decided. `defaults` are those of the constructor."""
     findings = list(dict.fromkeys(finding for look in looks for finding in look.findings))
     streams = tuple(dict.fromkeys(name for look in looks for name in look.lengths))
     seen = [each for look in looks for each in look.seen]
@@ -27,7 +33,7 @@ def merge(
     plan = Plan(
         model=model,
         diffusers=diffusers,
-        heads=_heads(looks, probes),
+        heads=_heads(looks, [{**defaults, **probe.config} for probe in probes]),
         blocks=course.lists,
         streams=streams,
         begin=course.lists[0],
@@ -139,13 +145,13 @@ def _gather(possible: Sequence[Mapping[Key, Exit]], key: Key) -> Gather:
     return Gather(exit.variable, path, exit.dim, exit.ndim, exit.name, exit.after)
 
 
-def _heads(looks: Sequence[Look], probes: Sequence[Probe]) -> str | None:
+def _heads(looks: Sequence[Look], configs: Sequence[Mapping[str, Any]]) -> str | None:
     """The constructor's argument that was the number of query heads in every probe."""
-    names = [name for name in probes[0].config if "head" in name and "dim" not in name] if probes else []
+    names = [name for name in configs[0] if "head" in name and "dim" not in name]
     for name in sorted(names, key=lambda name: (name != "num_attention_heads", name)):
         if all(
-            each.call.query.shape[1] == probe.config.get(name)
-            for look, probe in zip(looks, probes, strict=True)
+            each.call.query.shape[1] == config.get(name)
+            for look, config in zip(looks, configs, strict=True)
             for each in look.seen
             if each.query
         ):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass
 
 from cpgen.diagnostics import Finding
@@ -118,31 +118,45 @@ def _whole(function: Function, seen: list[Seen]) -> tuple[Whole, ...]:
         mask = argument(call, 3, "attn_mask")
         if not isinstance(mask, ast.Name):
             continue
-        feeding = _feeding(function, mask.id)
-        for variable in sorted(feeding):
-            streams = _length_of(variable, exchanging)
-            if streams and function.assignments_of(variable) and variable != mask.id:
-                found.append(Whole(((variable, streams),), after=variable, before=None, until=mask.id))
+        whole = sorted({name for each in exchanging for name in each.call.whole})
+        lengths = {name: streams for name in whole if (streams := _length_of(name, exchanging))}
+        feeding = _feeding(function, mask.id, call.lineno, lengths)
+        steps = [
+            each
+            for name in feeding - lengths.keys()
+            for each in function.assignments_of(name)
+            if lengths.keys() & _reads(each) and each.lineno < call.lineno
+        ]
+        first = min(steps, key=lambda statement: statement.lineno, default=None)
+        if first is not None:
+            read = {name: streams for name, streams in lengths.items() if any(name in _reads(each) for each in steps)}
+            target = next(name for name in sorted(feeding) if first in function.assignments_of(name))
+            found.append(Whole(tuple(read.items()), after=None, before=target, until=mask.id))
     return tuple(dict.fromkeys(found))
 
 
-def _feeding(function: Function, name: str) -> set[str]:
-    """The variables that the value of `name` is made from."""
+def _feeding(function: Function, name: str, line: int, lengths: Collection[str]) -> set[str]:
+    """The variables that the value of `name` is made from ahead of `line`, up to `lengths`."""
     found = [name]
     for each in found:  # grows
-        for statement in function.assignments_of(each):
-            for node in ast.walk(statement):
-                if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id not in found:
-                    found.append(node.id)
+        for statement in function.assignments_of(each) if each not in lengths else []:
+            if statement.lineno < line:
+                found += sorted(_reads(statement) - set(found))
     return set(found)
 
 
+def _reads(statement: ast.stmt) -> set[str]:
+    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
 def _length_of(variable: str, seen: list[Seen]) -> tuple[str, ...]:
-    """The streams whose length together `variable` was in every call, or ()."""
-    if not seen or any(each.call.whole.get(variable) != each.call.query.shape[2] for each in seen):
+    """The stream, or the streams together, whose length `variable` was in every call, or ()."""
+    if not seen or any(variable not in each.call.whole for each in seen):
         return ()
-    orders = {each.query for each in seen}
-    return orders.pop() if len(orders) == 1 else ()
+    for streams in dict.fromkeys(streams for each in seen for streams in (each.query, *((s,) for s in each.query))):
+        if all(each.call.whole[variable] == sum(each.lengths.get(name, 0) for name in streams) for each in seen):
+            return streams
+    return ()
 
 
 def _listed(streams: tuple[str, ...]) -> str:
