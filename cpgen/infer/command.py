@@ -12,7 +12,7 @@ import click
 
 from cpgen.diagnostics import CpgenError, Finding, fail
 from cpgen.package import Request
-from cpgen.plan import Plan, Probe
+from cpgen.plan import Probe
 from cpgen.plan_loader import load_probes
 from cpgen.source import SourceTree, diffusers_version
 from cpgen.target import Target, find_target
@@ -48,7 +48,7 @@ def infer_command(model: str, probes: Path | None, write: Path | None, draft: Pa
     results: Sequence[Result] = ()
     if not problems:
         click.echo(f"verifying what they show: cp {DEGREE}, {' and '.join(STRATEGIES)}", err=True)
-        problems, results = _prove(model, plan, plan_text(plan, ""))
+        problems, results = prove(model, plan_text(plan, ""))
     if problems:
         if draft is not None:
             _write(draft, plan_text(plan, "Not proven. Left open by cpgen plan infer:\n" + _sentences(problems)))
@@ -76,8 +76,8 @@ def _read_probes(path: Path) -> tuple[Probe, ...]:
     return found
 
 
-def _prove(model: str, plan: Plan, text: str) -> tuple[list[Finding], Sequence[Result]]:
-    """What `verify` has to say against the plan; and its results."""
+def prove(model: str, text: str) -> tuple[list[Finding], Sequence[Result]]:
+    """What `verify` has to say against the plan with this text; and its results."""
     with tempfile.TemporaryDirectory(prefix="cpgen-infer-") as folder:
         file = Path(folder) / "plan.yaml"
         file.write_text(text, "utf-8")

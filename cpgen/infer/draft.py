@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
 import yaml
@@ -13,6 +14,35 @@ from cpgen.plan import Gather, Plan, Shard, Site, Whole
 def plan_text(plan: Plan, comment: str) -> str:
     """`plan` as the text of a plan file, under `comment`."""
     return "\n".join([*(f"# {line}".rstrip() for line in comment.splitlines()), *_lines(plan)]) + "\n"
+
+
+def differences(found: Plan, written: Plan) -> set[str]:
+    """What two plans say differently, as names of entries. Places and, where it means nothing, order are left aside.
+
+    Attention functions that only `written` describes don't count: no probe may run them.
+    """
+    different = {
+        name for name in ("model", "heads", "blocks", "begin") if getattr(found, name) != getattr(written, name)
+    }
+    for name in ("streams", "shards", "prefixes", "gathers", "refusals"):
+        ours, theirs = ({_placeless(each) for each in getattr(plan, name)} for plan in (found, written))
+        different |= {f"{name[:-1]} {getattr(each, 'variable', each)}" for each in ours ^ theirs}
+    described = {function.owner: _placeless(function) for function in written.attention}
+    different |= {
+        f"attention {function.owner}"
+        for function in found.attention
+        if described.get(function.owner) != _placeless(function)
+    }
+    return different
+
+
+def _placeless(entry: Any) -> Any:
+    if isinstance(entry, tuple):
+        return tuple(_placeless(each) for each in entry)
+    if not is_dataclass(entry) or isinstance(entry, type):
+        return entry
+    values = {each.name: _placeless(getattr(entry, each.name)) for each in fields(entry)}
+    return replace(entry, **{**values, "location": None})
 
 
 def _lines(plan: Plan) -> Iterator[str]:

@@ -56,21 +56,27 @@ class Look:
 def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs: Callable[[], dict[str, Any]]) -> Look:
     """Run `model` on changed inputs, many times, and say what that shows."""
 
-    def run(changes: Mapping[Leaf, Change], operations: bool = False, stop_at: int | None = None) -> Record | None:
+    def run(
+        changes: Mapping[Leaf, Change],
+        operations: bool = False,
+        stop_at: int | None = None,
+    ) -> Record | None:
         try:
             return watcher.run(inputs(), changes, operations=operations, stop_at=stop_at)
         except (ValueError, RuntimeError, IndexError, TypeError, KeyError, AssertionError):
             return None  # the class takes no such values there
 
-    base = watcher.run(inputs(), operations=True)
+    base = watcher.run(inputs())
     leaves = [leaf for leaf in base.begin if leaf.variable in course.read and leaf.variable != "self"]
     streams = find_streams(list(effects_of(base, leaves, run)))
     cut = _cut(base, streams)
     findings: list[Finding] = []
-    tokens = _tokens(streams, cut) if cut else _by_size(base, leaves)
-    exits = exits_of(base, course, streams, cut)
-    until = max((each.operations for each in exits), default=len(base.operations))
-    mixing = find_mixing(base, tokens, lambda changes, stop: run(changes, True, stop), until)
+    tokens = _tokens(streams, cut) + _by_size(base, leaves, streams, cut)
+    followed = {leaf for token in tokens for leaf, _, _ in token.places}
+    noted = watcher.run(inputs(), operations=True, followed=followed)
+    exits = exits_of(noted, course, streams, cut)
+    until = max((each.operations for each in exits), default=len(noted.operations))
+    mixing = find_mixing(noted, tokens, lambda changes, stop: run(changes, True, stop), until)
     if mixing is not None:
         findings.append(_mixing_finding(mixing, watcher))
     elif not cut:
@@ -161,19 +167,30 @@ def _tokens(streams: Streams, cut: frozenset[int]) -> list[Token]:
     return tokens
 
 
-def _by_size(base: Record, leaves: list[Leaf]) -> list[Token]:
-    """Where no dim keeps its tokens apart: dims as long as the queries of a call, taken for tokens to find out why."""
-    lengths = {call.query.shape[2] for call in base.calls[base.first_call :]}
-    for length in sorted(lengths, reverse=True):
+def _by_size(base: Record, leaves: list[Leaf], streams: Streams, cut: frozenset[int]) -> list[Token]:
+    """Dims as long as the rows of a query that are of no stream: taken for tokens, to find out why they are of none."""
+    carriers = {carrier.leaf for carrier in streams.carriers}
+    tokens = []
+    for length in sorted(_gaps(base, streams, cut), reverse=True):
         places = [
             (leaf, dim)
             for leaf in leaves
             for dim, size in enumerate(base.begin[leaf].shape)
-            if size == length > 1 and base.begin[leaf].is_floating_point() and dim < base.begin[leaf].ndim - 1
+            if size == length > 1 and leaf not in carriers and dim < base.begin[leaf].ndim - 1
         ]
         if places:
-            return [Token(tuple((leaf, dim, index) for leaf, dim in places)) for index in range(length)]
-    return []
+            tokens += [Token(tuple((leaf, dim, index) for leaf, dim in places)) for index in range(length)]
+    return tokens
+
+
+def _gaps(base: Record, streams: Streams, cut: frozenset[int]) -> set[int]:
+    """Lengths of runs of rows that are of no stream, in queries beside tokens that are cut; or in all, if none are."""
+    lengths = set()
+    for number, call in enumerate(base.calls[base.first_call :], start=base.first_call):
+        view = View(QUERY, number, 2, call.query.shape[2])
+        if streams.touching(view) & cut or not cut:
+            lengths |= streams.gaps(view)
+    return lengths
 
 
 def _names(streams: Streams, cut: frozenset[int], exits: tuple[Exit, ...]) -> dict[int, str]:

@@ -27,7 +27,7 @@ class Mixing:
     operation: str
     file: str
     line: int
-    steers: bool = False  # its result chose what runs next
+    steers: bool = False  # its result may choose what runs next
 
 
 @dataclass(frozen=True)
@@ -46,10 +46,13 @@ class Token:
 
 
 def find_mixing(base: Record, tokens: Sequence[Token], run: Run, until: int) -> Mixing | None:
-    """The first operation, of the first `until`, in which two of `tokens` reach one element; None if there is none."""
+    """The first operation, of the first `until`, in which two of `tokens` reach one element; None if there is none.
+
+    `base` has followed the variables of all tokens: an operation that hands Python a value of theirs counts as well.
+    """
     counts = [tuple(torch.zeros(t.shape, dtype=torch.int16) for t in outputs) for _, outputs in base.operations[:until]]
-    first: int | None = None
-    steers = False
+    first = min((index for index in base.deciding if index < until), default=None)
+    steers = first is not None
     for number, token in enumerate(_chosen(tokens)):
         record = run(token.changes(seed=1000 + number), None)
         if record is None:

@@ -41,6 +41,20 @@ class Streams:
             row += self.lengths[pieces[row]]
         return tuple(order)
 
+    def gaps(self, view: View) -> set[int]:
+        """The lengths of the runs of rows of a view that are of no stream."""
+        pieces = self._pieces(view)
+        taken = {row for start, stream in pieces.items() for row in range(start, start + self.lengths[stream])}
+        lengths = set()
+        length = 0
+        for row in range(view.size + 1):
+            if row < view.size and row not in taken:
+                length += 1
+            elif length:
+                lengths.add(length)
+                length = 0
+        return lengths
+
     def touching(self, view: View) -> set[int]:
         """The streams that some of a view's rows are of."""
         return set(self._pieces(view).values())

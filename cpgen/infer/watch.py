@@ -7,7 +7,7 @@ outside attention.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,11 +19,15 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from cpgen.infer.course import Course
 from cpgen.source import SourceModule
 from cpgen.surgery.functions import Function, method
 
+# Values that leave torch: to decide on what runs next, or how large a tensor is.
+_DECIDING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_")
+_SHAPE_ONLY = ("_like", "new_", "sym_size")
 RETURNED = "return"  # stands for a variable: what forward returns
 Change = Callable[[Tensor], Tensor]
 
@@ -93,6 +97,7 @@ class Record:
     first_call: int = 0  # the first of `calls` in the region
     snapshots: list[Snapshot] = field(default_factory=list)
     operations: list[tuple[str, tuple[Tensor, ...]]] = field(default_factory=list)
+    deciding: list[int] = field(default_factory=list)  # operations whose results, of `followed`, leave torch
     attending: list[str] = field(default_factory=list)  # attributes of the model whose blocks attend
 
 
@@ -121,12 +126,14 @@ class Watcher:
         *,
         operations: bool = False,
         stop_at: int | None = None,
+        followed: Collection[Leaf] = (),
     ) -> Record:
-        """Run forward. `changes` are made to variables where the region begins; `operations` are noted from there on.
+        """Run forward. `changes` are made to variables where the region begins; `operations` are noted from there on,
+        with those that hand Python, or a shape, a value that was made from the variables in `followed`.
 
         Raises `Stopped` ahead of operation `stop_at`, and whatever the class raises.
         """
-        run = _Run(self, changes or {}, operations, stop_at)
+        run = _Run(self, changes or {}, operations, stop_at, followed)
         with run.watching():
             self._model(**inputs)
         return run.record
@@ -162,7 +169,14 @@ class Stopped(Exception):  # noqa: N818
 
 
 class _Run:
-    def __init__(self, watcher: Watcher, changes: Mapping[Leaf, Change], operations: bool, stop_at: int | None) -> None:
+    def __init__(
+        self,
+        watcher: Watcher,
+        changes: Mapping[Leaf, Change],
+        operations: bool,
+        stop_at: int | None,
+        followed: Collection[Leaf],
+    ) -> None:
         self.record = Record()
         self._watcher = watcher
         self._changes = changes
@@ -174,6 +188,8 @@ class _Run:
         self._seen: dict[Leaf, tuple[int, int]] = {}
         self._absent: dict[int, frozenset[str]] = {}  # by id of a frame that runs
         self._blocks: list[str] = []
+        self._followed = followed
+        self._traces: dict[int, Any] = {}  # storages with values made from followed variables, kept so that ids hold
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -230,7 +246,10 @@ class _Run:
             if self._changes:
                 # The interpreter writes changes of this dict back into the frame.
                 variables[name] = _changed(value, Leaf(name), self._changes)
-            self.record.begin |= {leaf: tensor.clone() for leaf, tensor in _leaves(variables[name], Leaf(name))}
+            for leaf, tensor in _leaves(variables[name], Leaf(name)):
+                self.record.begin[leaf] = tensor.clone()
+                if leaf in self._followed:
+                    self._follow(tensor)
             if isinstance(value, int) and not isinstance(value, bool):
                 self.record.numbers[name] = value
         self.record.absent = frozenset(name for name, value in variables.items() if value is None)
@@ -259,8 +278,9 @@ class _Run:
         place = None
         while frame is not None and place is None:
             if self._watcher.source(frame.f_code.co_filename) is not None:
-                where = where if where[0] else (frame.f_code.co_filename, frame.f_lineno)
                 place = self._watcher.place(frame)
+                if place is not None or not where[0]:
+                    where = frame.f_code.co_filename, frame.f_lineno
             if place is not None:
                 break
             frame = frame.f_back
@@ -279,9 +299,18 @@ class _Run:
         if blocks is not None and blocks not in self.record.attending:
             self.record.attending.append(blocks)
 
-    def _operation(self, name: str, outputs: tuple[Tensor, ...]) -> None:
+    def _follow(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        self._traces[storage._cdata] = storage
+
+    def _operation(self, name: str, inputs: list[Tensor], results: list[Tensor], outputs: tuple[Tensor, ...]) -> None:
         if not self._noting:
             return
+        if any(tensor.untyped_storage()._cdata in self._traces for tensor in inputs):
+            if any(word in name for word in _DECIDING):
+                self.record.deciding.append(len(self.record.operations))
+            for tensor in results if not any(word in name for word in _SHAPE_ONLY) else []:
+                self._follow(tensor)
         if self._stop_at == len(self.record.operations):
             frame: FrameType | None = sys._getframe(1)
             while frame is not None:
@@ -308,7 +337,7 @@ class _StandIn(TorchFunctionMode):
 
 
 class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, report: Callable[[str, tuple[Tensor, ...]], None]) -> None:
+    def __init__(self, report: Callable[[str, list[Tensor], list[Tensor], tuple[Tensor, ...]], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._report = report
 
@@ -323,7 +352,8 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for output in outputs
             if isinstance(output, (Tensor, bool, int, float))
         )
-        self._report(name, tensors)
+        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+        self._report(name, inputs, [output for output in outputs if isinstance(output, Tensor)], tensors)
         return result
 
 

@@ -1,0 +1,192 @@
+"""`plan infer`: plans that it finds, and what it must find and report."""
+
+from __future__ import annotations
+
+import textwrap
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from cpgen.diagnostics import CpgenError, Finding
+from cpgen.infer.draft import differences, plan_text
+from cpgen.infer.guess import guess_probes
+from cpgen.infer.inference import infer_plan
+from cpgen.package import read_plan
+from cpgen.plan import Plan, Probe
+from cpgen.plan_loader import load_plan
+from cpgen.resources import shipped_plans
+from cpgen.source import SourceTree
+from cpgen.target import find_target
+
+from ..unit.projects import run
+
+MODELS = Path(__file__).parents[1] / "models"
+TINY = (MODELS / "transformer_tiny.py").read_text("utf-8")
+PLAN = read_plan(MODELS / "tiny.yaml", "tiny.yaml")
+
+
+@pytest.mark.parametrize("name", ["tiny", "causal"])
+def test_the_plans_of_the_projects_own_models_are_found(name: str) -> None:
+    written = read_plan(MODELS / f"{name}.yaml", name)
+    tree = SourceTree()
+    target = find_target(f"{MODELS / f'transformer_{name}.py'}:{written.model}", tree)
+    found, findings = infer_plan(target, written.probes, tree)
+    assert findings == []
+    assert not differences(load_plan(plan_text(found, "found"), "found"), written)
+
+
+def test_a_shipped_plan_is_found_with_values_that_are_cut_in_one_form_only() -> None:
+    written = read_plan(shipped_plans()["WanTransformer3DModel"], "wan.yaml")
+    probes = tuple(probe for probe in written.probes if probe.name != "text-to-video" and not probe.before)
+    tree = SourceTree()
+    found, findings = infer_plan(find_target(written.model, tree), probes, tree)
+    assert findings == []
+    assert differences(load_plan(plan_text(found, "found"), "found"), written) == set()
+
+
+HIDDEN = {  # X is the tensor
+    "a mean": "X = X - X.mean(dim=1, keepdim=True)",
+    "a maximum": "X = X - X.amax(dim=1, keepdim=True)",
+    "a convolution": (
+        "X = X + torch.nn.functional.conv1d(X.transpose(1, 2), X.new_ones(X.shape[2], 1, 3), padding=1, "
+        "groups=X.shape[2]).transpose(1, 2)"
+    ),
+    "a convolution with holes": (
+        "X = X + torch.nn.functional.conv1d(X.transpose(1, 2), X.new_ones(X.shape[2], 1, 2), padding=2, dilation=4, "
+        "groups=X.shape[2]).transpose(1, 2)"
+    ),
+    "a norm over tokens": "X = torch.nn.functional.group_norm(X.transpose(1, 2), 2).transpose(1, 2)",
+    "a sort": "X = X.sort(dim=1).values",
+    "the largest": "X = X * (X.norm(dim=2) >= X.norm(dim=2).topk(3, dim=1).values[:, -1:])[:, :, None]",
+    "a running sum": "X = X.cumsum(dim=1)",
+    "a difference of neighbours": "X = torch.cat([X[:, :1], X[:, 1:] - X[:, :-1]], dim=1)",
+    "attention by hand": "X = X + (X @ X.transpose(1, 2)).softmax(dim=-1) @ X",
+    "a branch on a token's value": "X = X * 2 if X[:, 0].sum() > 0 else X",
+    "a shape that values decide": "X = X + X[X > 0].shape[0]",
+    "a mean of a few tokens": "X = X + X[:, 1:3].mean(dim=1, keepdim=True)",
+    "a write by index": "X = X.index_add(1, torch.tensor([4]), X[:, :1])",
+}
+PLACES = {
+    "self-attention": ("    def forward(self, hidden_states, context, temb, rope):\n", "hidden_states"),
+    "joint": ("    def forward(self, hidden_states, text, temb, text_mask, rope):\n", "text"),
+}
+
+
+SMALL = Probe(
+    "small",
+    {},
+    {
+        "hidden_states": {"shape": [1, 4, 3, 3]},
+        "encoder_hidden_states": {"shape": [1, 5, 16]},
+        "context": {"shape": [1, 3, 16]},
+        "timestep": {"shape": [1]},
+        "encoder_attention_mask": {"mask": {"shape": [1, 5], "keep": 0.6}, "dtype": "bool"},
+    },
+)
+
+
+def found_in(tmp_path: Path, text: str, *probes: Probe) -> tuple[Plan, list[Finding]]:
+    file = tmp_path / "transformer_made.py"
+    file.write_text(text, "utf-8")
+    tree = SourceTree()
+    return infer_plan(find_target(f"{file}:TinyTransformer2DModel", tree), probes or (SMALL,), tree)
+
+
+@pytest.mark.parametrize(
+    ("operation", "place"),
+    [*((operation, "self-attention") for operation in HIDDEN), ("a mean", "joint"), ("a sort", "joint")],
+)
+def test_what_mixes_tokens_outside_attention_is_found_at_its_line(tmp_path: Path, operation: str, place: str) -> None:
+    head, variable = PLACES[place]
+    line = HIDDEN[operation].replace("X", variable)
+    assert head in TINY
+    _, findings = found_in(tmp_path, TINY.replace(head, f"{head}        {line}\n"))
+    assert [finding.code for finding in findings][:1] == ["CP602"], findings
+    location = findings[0].location
+    assert location is not None and location.text is not None and location.text.strip() == line
+
+
+def test_behind_the_last_gather_tokens_may_mix(tmp_path: Path) -> None:
+    old = "        output = hidden_states.transpose(1, 2)"
+    assert old in TINY
+    new = "        hidden_states = hidden_states - hidden_states.mean(dim=1, keepdim=True)\n"
+    plan, findings = found_in(tmp_path, TINY.replace(old, new + old))
+    assert findings == []
+    assert [(gather.variable, gather.after) for gather in plan.gathers] == [("hidden_states", "proj_out")]
+
+
+def test_a_permutation_of_tokens_is_reported(tmp_path: Path) -> None:
+    head, _ = PLACES["self-attention"]
+    _, findings = found_in(tmp_path, TINY.replace(head, f"{head}        hidden_states = hidden_states.flip(1)\n"))
+    assert findings
+
+
+def test_a_call_that_no_probe_reaches_is_reported(tmp_path: Path) -> None:
+    old = "        mask = None\n"
+    assert old in TINY
+    branch = "        if text.shape[1] > 1000:\n            query = dispatch_attention_fn(query, key, value)\n"
+    _, findings = found_in(tmp_path, TINY.replace(old, branch + old))
+    assert [finding.code for finding in findings] == ["CP604"]
+    assert findings[0].location is not None and "dispatch_attention_fn(query, key, value)" in findings[0].location.text
+
+
+def test_blocks_that_forward_does_not_loop_over_are_reported(tmp_path: Path) -> None:
+    text = TINY
+    for name in ("joint_blocks", "blocks"):
+        text = text.replace(f"in self.{name}:", f"in getattr(self, '{name}'):")
+    with pytest.raises(CpgenError, match=r"(?s)CP601.*loops over no module list.*joint_blocks, blocks"):
+        found_in(tmp_path, text)
+
+
+def test_a_probe_that_the_class_does_not_run_is_said(tmp_path: Path) -> None:
+    probe = replace(SMALL, config={"text_dim": 17})
+    with pytest.raises(CpgenError, match=r"CP605.*does not run on probe 'small'"):
+        found_in(tmp_path, TINY, probe)
+
+
+def test_probes_are_guessed_from_signatures() -> None:
+    probes = guess_probes(find_target("FluxTransformer2DModel", SourceTree()))
+    assert [probe.name for probe in probes] == ["guessed-1", "guessed-2"]
+    assert probes[0].inputs["hidden_states"] != probes[1].inputs["hidden_states"]
+    with pytest.raises(
+        CpgenError, match=r"(?s)CP605.*nothing is known about its argument.*position_ids.*--probes FILE"
+    ):
+        guess_probes(find_target("Krea2Transformer2DModel", SourceTree()))
+
+
+def test_the_plan_is_written_with_its_proof_and_only_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    probes = textwrap.dedent(
+        """
+        probes:
+          - name: only
+            config: {num_attention_heads: 4}
+            inputs:
+              hidden_states: {shape: [1, 4, 3, 3]}
+              encoder_hidden_states: {shape: [1, 5, 16]}
+              context: {shape: [1, 3, 16]}
+              timestep: {shape: [1]}
+              encoder_attention_mask: {mask: {shape: [1, 5], keep: 0.6}, dtype: bool}
+        """
+    )
+    Path("probes.yaml").write_text(probes, "utf-8")
+    Path("made.py").write_text(TINY, "utf-8")
+    command = ["plan", "infer", "--model", "made.py:TinyTransformer2DModel", "--probes", "probes.yaml"]
+    ran = run(*command, "--write", "plan.yaml", "--draft", "draft.yaml")
+    assert (ran.exit, ran.out) == (0, "plan.yaml\n"), ran.err
+    assert not Path("draft.yaml").exists()
+    text = Path("plan.yaml").read_text("utf-8")
+    assert "Found and proven by cpgen plan infer: cp 2, ulysses and allgather, 2 cases" in text
+    assert differences(read_plan(Path("plan.yaml"), "plan.yaml"), PLAN) == set()
+    assert run(*command, "--write", "plan.yaml").exit == 2  # it exists
+
+    broken = TINY.replace(
+        "context, temb, rope):\n",
+        "context, temb, rope):\n        context = context.cumsum(0) * hidden_states.shape[1]\n",
+    )
+    Path("made.py").write_text(broken, "utf-8")
+    ran = run(*command, "--write", "other.yaml", "--draft", "draft.yaml")
+    assert ran.exit == 1 and "error[CP606]: the plan that was found is not right: probe 'only'" in ran.err
+    assert not Path("other.yaml").exists()
+    assert Path("draft.yaml").read_text("utf-8").startswith("# Not proven.")
