@@ -5,7 +5,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 
-.PHONY: demo example test check lint format table versions emit bench bench-strategies clean
+.PHONY: demo example test check lint format table versions inferred emit bench bench-strategies clean
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
@@ -51,6 +51,10 @@ table: $(READY)
 # The same for seven plans, on the newest patch release of each of the last four minor versions of diffusers.
 versions: $(READY)
 	$(BIN)/python -m tools.prove --versions; status=$$?; $(BIN)/python -m tools.tables && exit $$status
+
+# See for which classes `cpgen plan infer` finds the plan by itself: docs/models.md.
+inferred: $(READY)
+	$(BIN)/python -m tools.inferred
 
 # Emit every package under generated/ again, as its manifest says.
 emit: $(READY)

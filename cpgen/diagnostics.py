@@ -22,7 +22,7 @@ class Location:
 
 @dataclass(frozen=True)
 class Finding:
-    """One error. Codes: CP1xx plan, CP2xx packages on disk, CP3xx source, CP4xx usage, CP5xx surgery."""
+    """One error. Codes: CP1xx plan, CP2xx packages, CP3xx source, CP4xx usage, CP5xx surgery, CP6xx inference."""
 
     code: str
     message: str

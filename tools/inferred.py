@@ -3,7 +3,7 @@
     python -m tools.inferred                all that are not in docs/inferred.json yet
     python -m tools.inferred --model M      some, again
 
-What is found is compared with the shipped plan. Where it says the same, the shipped plan's proof is its proof; else it is
+What is found is compared with the shipped plan. Where it says the same, the proof of that is its proof; else it is
 verified (cp 2, ulysses and allgather). The table in docs/models.md is written from docs/inferred.json.
 """
 

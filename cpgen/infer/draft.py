@@ -41,8 +41,8 @@ def _placeless(entry: Any) -> Any:
         return tuple(_placeless(each) for each in entry)
     if not is_dataclass(entry) or isinstance(entry, type):
         return entry
-    values = {each.name: _placeless(getattr(entry, each.name)) for each in fields(entry)}
-    return replace(entry, **{**values, "location": None})
+    names = [each.name for each in fields(entry)]
+    return replace(entry, **{name: None if name == "location" else _placeless(getattr(entry, name)) for name in names})
 
 
 def _lines(plan: Plan) -> Iterator[str]:

@@ -6,13 +6,15 @@ import inspect
 import logging
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import torch
 from packaging.version import Version
+from rich.console import Console
+from rich.progress import track
 
 from cpgen.diagnostics import CpgenError, Finding, fail
 from cpgen.infer.course import course_of, forward_of
@@ -55,7 +57,7 @@ def infer_plan(target: Target, probes: Sequence[Probe], tree: SourceTree) -> tup
             attending += [name for name in first.attending if name not in attending]
         course = course_of(forward, tuple(attending))
         looks = []
-        for probe, model in zip(probes, models, strict=True):
+        for probe, model in _with_bar(list(zip(probes, models, strict=True))):
             watcher = Watcher(model, forward, course, module_of)
             looks.append(look(probe.name, model, course, watcher, _inputs_of(probe)))
     parameters = inspect.signature(model_class.__init__).parameters
@@ -68,6 +70,12 @@ def reference_of(target: Target) -> Reference:
     if target.kind == "file":
         return Reference(str(target.module.path.resolve()), target.class_name)
     return Reference(target.module.name, target.class_name)
+
+
+def _with_bar(pairs: list[tuple[Probe, torch.nn.Module]]) -> Iterable[tuple[Probe, torch.nn.Module]]:
+    """`pairs`, with a bar on stderr where that is a terminal."""
+    console = Console(stderr=True)
+    return track(pairs, "looking", console=console, transient=True, disable=not console.is_terminal)
 
 
 def _inputs_of(probe: Probe) -> Callable[[], dict[str, Any]]:
