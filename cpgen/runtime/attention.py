@@ -384,7 +384,7 @@ class AttentionSite:
             )
         dim = self._given.index("S")
         region = self._region = self._binding.region_of(self._streams, query.shape[dim])
-        note_exchange(self._binding.key)
+        note_exchange(self._binding.latest.key)
         self._batch = query.shape[0]
         streams = (self._streams, self._kv_streams, self._kv_streams)
         for name, tensor, of in zip(("query", "key", "value"), (query, key, value), streams, strict=True):

@@ -16,12 +16,12 @@ from .region import LocalRegion, Region
 ATTRIBUTE = "_cpgen_binding"  # set on every module of a bound model
 LIST = "_cpgen_list"  # set on every module inside of the blocks: the name of their list
 _LOCAL_REGION = LocalRegion()
-_exchanged: set[str] = set()  # keys of the bindings whose attention has looked past this rank's tokens
+_exchanged: set[str] = set()  # keys of the models whose attention has looked past this rank's tokens
 
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def note_exchange(key: str) -> bool:
-    """Remember that attention of the binding `key` looks past this rank's tokens. While compiling, at the time of
+    """Remember that attention of the models with `key` looks past this rank's tokens. While compiling, at the time of
     tracing: compiled code runs no Python, and setting an attribute is not traced inside of activation checkpointing."""
     _exchanged.add(key)
     return True
@@ -41,6 +41,16 @@ class Axis:
         if mesh is None:
             return cls("", 1, 0)
         return cls(mesh.get_group().group_name, mesh.size(), mesh.get_local_rank())
+
+
+class Latest:
+    """The region of the latest forward: of a model, or of several that share modules."""
+
+    def __init__(self) -> None:
+        self.region: Region | None = None
+        self.pinned = False
+        self.key = uuid.uuid4().hex  # text: compiled code is made anew for another one
+        self.seen: set[tuple[tuple[str, int], ...]] = set()  # lengths of the streams of all regions
 
 
 class Binding:
@@ -67,19 +77,16 @@ class Binding:
         self.outer = outer
         self.ulysses = ulysses
         self.balanced = balanced
-        self.region: Region | None = None
-        self.pinned = False
-        self.key = uuid.uuid4().hex  # text: compiled code is made anew for another one
+        self.latest = Latest()
         self.blocks = blocks
         self._processors = processors
         self._attention: list[torch.nn.Module] = []
-        self._seen: set[tuple[tuple[str, int], ...]] = set()
 
     @property
     def exchanged(self) -> bool:
         """Whether an attention call has ever looked past this rank's tokens. Not of each forward: diffusers' caches may
         skip attention in some."""
-        return self.key in _exchanged
+        return self.latest.key in _exchanged
 
     @property
     def has_attention(self) -> bool:
@@ -99,7 +106,8 @@ class Binding:
                 if callable(getattr(module, "processor", None)):
                     self._check_processor(module)
                     self._attention.append(module)
-                    if getattr(module, ATTRIBUTE, None) is not self:
+                    binding = getattr(module, ATTRIBUTE, None)
+                    if binding is None or binding.latest is not self.latest:
                         raise ValueError(
                             f"{self.model_name}: {name!r} was replaced after parallelize; call it after that"
                         )
@@ -112,22 +120,33 @@ class Binding:
                 f"{', '.join(sorted(processor.__name__ for processor in self._processors))}"
             )
 
+    def share_with(self, other: Binding) -> None:
+        """Run modules of `other`'s model. Raises ValueError if it is not cut over the same ranks in the same way."""
+        ways = [(each.cp, each.outer, each.ulysses, each.balanced) for each in (self, other)]
+        if ways[0] != ways[1]:
+            raise ValueError(
+                f"{self.model_name} has modules of a {other.model_name} that runs over other ranks, or in another way: "
+                f"models that share modules must be parallelized on one mesh, with packages of one strategy"
+            )
+        self.latest = other.latest
+
     def region_of(self, streams: tuple[str, ...], tokens: int) -> Region:
         """The region that an attention call with `tokens` local tokens of `streams` belongs to.
 
         It is the latest one, except while backward recomputes a block that was not pinned (activation checkpointing
         from outside the model): then it is the one whose lengths fit, and an error if several do.
         """
-        if self.region is None:
+        latest = self.latest
+        if latest.region is None:
             raise ValueError(f"{self.model_name}: its attention ran outside the model's forward")
-        if torch.compiler.is_compiling() or self.pinned:
-            return self.region
+        if torch.compiler.is_compiling() or latest.pinned:
+            return latest.region
         if torch._C._current_graph_task_id() == -1:
             if torch.is_grad_enabled():
-                self._seen.add(tuple(self.region.lengths.items()))
-            return self.region
+                latest.seen.add(tuple(latest.region.lengths.items()))
+            return latest.region
         fitting = {}
-        for lengths in self._seen:
+        for lengths in latest.seen:
             region = Region(self)
             region.lengths = dict(lengths)
             if sum(region.part_sizes(stream)[self.cp.rank] for stream in streams) == tokens:
@@ -167,6 +186,10 @@ def bind_context_parallel(
     if cp.degree == 1:
         return
     binding = Binding(type(model).__name__, cp, outer, ulysses, load_balance, tuple(blocks), tuple(processors))
+    if getattr(model, ATTRIBUTE, None) is None:  # else it is bound anew, and all of it
+        for module in model.modules():
+            if (other := getattr(module, ATTRIBUTE, None)) is not None and other.latest is not binding.latest:
+                binding.share_with(other)
     for module in model.modules():
         setattr(module, ATTRIBUTE, binding)
     names = {module: name for name, module in model.named_modules()}
@@ -193,7 +216,7 @@ def begin_region(model: torch.nn.Module) -> Region | LocalRegion:
         return _LOCAL_REGION
     binding.check_attention()
     region = Region(binding)
-    binding.region = region
+    binding.latest.region = region
     if not torch.compiler.is_compiling() and model.training:
         region.fork_rng()
     return region

@@ -301,13 +301,13 @@ class _Pinned:
         self._block = block
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        binding = self._region.binding
-        outer = binding.region, binding.pinned
-        binding.region, binding.pinned = self._region, True
+        latest = self._region.binding.latest
+        outer = latest.region, latest.pinned
+        latest.region, latest.pinned = self._region, True
         try:
             return self._block(*args, **kwargs)
         finally:
-            binding.region, binding.pinned = outer
+            latest.region, latest.pinned = outer
 
 
 class LocalRegion:

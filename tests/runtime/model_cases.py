@@ -84,6 +84,27 @@ def interleaved(emitted: Emitted, probes: tuple[Probe, Probe], how: str) -> floa
     return error
 
 
+def sharing(emitted: Emitted, probes: tuple[Probe, Probe]) -> float:
+    """Two models with the same blocks: both forwards, of different lengths, then both backwards."""
+    reference, model, package = reference_and_model(emitted, probes[0])
+    second_reference, second = copy.deepcopy(reference), copy.deepcopy(model)
+    for one, other in ((reference, second_reference), (model, second)):
+        other.joint_blocks, other.blocks = one.joint_blocks, one.blocks
+        for each in (one, other):
+            each.enable_gradient_checkpointing()  # type: ignore[operator]
+    mesh = package.build_mesh("cpu")
+    for each in (model, second):
+        package.parallelize(each, mesh, data_parallel="none")
+    pairs = ((model, reference), (second, second_reference))
+    for place in (0, 1):
+        losses = [loss_of(run(pair[place], inputs_of(probe))) for pair, probe in zip(pairs, probes, strict=True)]
+        for loss in losses:
+            loss.backward()
+    # Copies: the mean is taken in place, and they share gradients as well.
+    found = [{name: gradient.clone() for name, gradient in gradients(model).items()} for model, _ in pairs]
+    return max(worst(averaged(each), gradients(theirs)) for each, (_, theirs) in zip(found, pairs, strict=True))
+
+
 def refused_when_compiled(emitted: Emitted, probe: Probe) -> str:
     """The message for a foreign processor that is set after parallelize, before the first call, which is compiled."""
     _, model = bound(emitted, probe)

@@ -25,6 +25,7 @@ from .model_cases import (
     refused_processor,
     refused_when_compiled,
     replaced_module,
+    sharing,
     traffic,
     under_autocast,
     with_image_prompt,
@@ -121,6 +122,11 @@ def test_checkpointing_from_outside_is_refused_where_it_would_be_ambiguous(tiny:
     with pytest.raises(Exception, match="recomputes a block with 18 local tokens, which fits 2") as caught:
         pool.run(interleaved, tiny, lengths(tiny, (5, 7), (6, 6)), "outside", world_size=2)
     assert "enable_gradient_checkpointing" in str(caught.value)
+
+
+def test_two_models_share_modules(tiny: Emitted, pool: WorkerPool) -> None:
+    for error in pool.run(sharing, tiny, lengths(tiny, (5, 7), (6, 6)), world_size=2):
+        assert error <= TOLERANCE
 
 
 # What must be refused
