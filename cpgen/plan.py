@@ -60,6 +60,7 @@ class Gather:
     stream: str
     after: str | None
     optional: bool = False
+    cut_again: bool = False  # another model's region cuts it again, so ranks have gradients of their own
     location: Location | None = None
 
 

@@ -134,7 +134,7 @@ class _Reader(TensorParallelReader):
         return Shard(str(path[-1]), (), dim, ndim, streams, optional, location=self._document.key(path))
 
     def _gather(self, path: Path) -> Gather:
-        entry = self._mapping(path, required=("dim", "ndim", "stream"), optional=("after", "optional"))
+        entry = self._mapping(path, required=("dim", "ndim", "stream"), optional=("after", "optional", "cut_again"))
         variable, steps = self._variable(path)
         dim, ndim = self._dims(entry, path)
         streams = self._stream_list(entry, (*path, "stream"))
@@ -148,6 +148,7 @@ class _Reader(TensorParallelReader):
             streams[0] if streams else "",
             self._name(entry, (*path, "after")) if "after" in entry else None,
             self._typed(entry, (*path, "optional"), bool, False),
+            self._typed(entry, (*path, "cut_again"), bool, False),
             self._document.key(path),
         )
 

@@ -94,15 +94,19 @@ class Region:
         ndim: int | None,
         stream: str,
         optional: bool = False,
+        cut_again: bool = False,
     ) -> Any:
         """Put a stream's parts together along `dim`, at an exit: all that follows is the same on every rank.
 
-        One all-gather a tensor; backward takes the local part times the degree, without communication. None stays None
-        if `optional`.
+        One all-gather a tensor; backward takes the local part times the degree, without communication. That needs the
+        same gradient on every rank: where another region cuts the result again (`cut_again`) each has its own tokens'
+        only, and backward is a reduce-scatter (sum). None stays None if `optional`.
         """
         if value is None and optional:
             return None
-        return self._at(value, name, path, lambda x, label: self._gather(x, label, dim, ndim, stream, True))
+        whole = self._at(value, name, path, lambda x, label: self._gather(x, label, dim, ndim, stream, not cut_again))
+        self._end()
+        return whole
 
     def gather_within(self, value: Any, name: str, *path: str | int, dim: int, ndim: int | None, stream: str) -> Any:
         """Put a stream's parts together in mid-network, ahead of an operation that needs all tokens.
@@ -243,7 +247,6 @@ class Region:
             )
         rows = pad_rows(tensor.movedim(dim, 0), max(sizes))
         if replicated:
-            self._end()
             whole = all_gather_replicated(rows, cp.degree, cp.rank, cp.group)
         else:
             whole = all_gather(rows, cp.degree, cp.group)

@@ -169,6 +169,7 @@ def gather_edits(gather: Gather, forward: Function, after_line: int, cp: str, fi
 
 def _gather_arguments(gather: Gather) -> str:
     options = ", optional=True" if gather.optional else ""
+    options += ", cut_again=True" if gather.cut_again else ""
     name, path = gather.variable, _path(gather.path)
     return f'"{name}", {path}dim={gather.dim}, ndim={gather.ndim}, stream="{gather.stream}"{options}'
 

@@ -125,6 +125,7 @@ def test_shipped_plans_load(path) -> None:  # type: ignore[no-untyped-def]
         ("{frames: latent}", "{frames: image}", "CP105", "unknown stream 'image'", 11, 20),
         ("ndim: 3, stream: latent}\natt", "ndim: 3, stream: [text, latent]}\natt", "CP105", "one stream", 13, 56),
         ("after: proj_out, ", "after: 3, ", "CP105", "3 is not a name", 13, 21),
+        ("after: proj_out, ", "cut_again: x, ", "CP105", "'x' is not a valid cut_again (bool)", 13, 25),
         ("  One:", "  'One(': ", "CP105", "'One(' is not a class name", 15, 3),
         ("{call: 0, kind: cross}\n    -", "{call: 1, kind: cross}\n    -", "CP105", "call 1 is described twice", 17, 7),
         ("{call: 0, kind: cross}\n    -", "{call: -1, kind: cross}\n    -", "CP105", "-1 is not a valid call", 16, 14),

@@ -204,6 +204,15 @@ def test_gather_of_one_of_several_results(tmp_path: Path) -> None:
     assert f"    hidden_states, rest = self.proj_out(hidden_states)\n    hidden_states = {OUT}\n" in text
 
 
+def test_gather_of_what_another_model_cuts_again(tmp_path: Path) -> None:
+    gather = "{'hidden_states[*]': {after: proj_out, dim: 1, ndim: 3, stream: latent, optional: true, cut_again: true}}"
+    text = operated(tmp_path, module_text(), plan_text(gather=gather))
+    call = (
+        'cp.gather(hidden_states, "hidden_states", "*", dim=1, ndim=3, stream="latent", optional=True, cut_again=True)'
+    )
+    assert call in text
+
+
 def test_gather_into_a_path_of_the_result(tmp_path: Path) -> None:
     gather = "{'hidden_states[0]': {after: proj_out, dim: 1, ndim: 3, stream: latent}}"
     text = operated(tmp_path, module_text(), plan_text(gather=gather))
