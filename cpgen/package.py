@@ -24,7 +24,7 @@ from cpgen.source import SourceTree, diffusers_version
 from cpgen.strategy import Strategy, resolve
 from cpgen.surgery.edits import Insertion
 from cpgen.surgery.functions import method
-from cpgen.surgery.operate import EditedFile, Operation, operate
+from cpgen.surgery.operate import EditedFile, Operation, operate, region_holder
 from cpgen.target import RESERVED_FILES, Target, find_target, snake_case
 from cpgen.tensor_parallel import check_tensor_parallel, tp_context
 
@@ -192,15 +192,16 @@ def default_heads(target: Target, plan: Plan) -> int | None:
 
     Raises CpgenError if the plan's heads is not an argument of the class's own constructor.
     """
-    constructor = method(target.module, target.node, "__init__")
+    holder = region_holder(target, plan)
+    constructor = method(holder.module, holder.node, "__init__")
     if plan.heads is None or constructor is None:
         return None
     if plan.heads not in constructor.parameters:
         hint = did_you_mean(plan.heads, constructor.parameters)
-        message = f"'{plan.heads}' (the plan's heads) is not an argument of {target.class_name}"
-        note = f"its constructor is at {target.module.label}:{constructor.node.lineno}"
+        message = f"'{plan.heads}' (the plan's heads) is not an argument of {holder.class_name}"
+        note = f"its constructor is at {holder.module.label}:{constructor.node.lineno}"
         raise fail("CP104", message, plan.heads_location, hint=hint, note=note)
-    return whole_number_defaults(target).get(plan.heads)
+    return whole_number_defaults(holder).get(plan.heads)
 
 
 def check_probes(target: Target, plan: Plan) -> None:
@@ -299,9 +300,11 @@ def _glue(
         "strategy": strategy.name,
         "ulysses_degree": strategy.ulysses_degree,
         "load_balance": strategy.load_balance,
+        "wraps": plan.wraps.attribute if plan.wraps else None,
+        "wrapped_class": plan.wraps.model if plan.wraps else None,
         "blocks": list(plan.blocks),
         "called_alone": list(operation.called_alone),
-        "heads": plan.heads if _has_config(target) else None,
+        "heads": plan.heads if _has_config(region_holder(target, plan)) else None,
         "processors": [{"module": item.module, "name": item.name} for item in operation.processors],
         "runtime": runtime,
         "plan": json.dumps(_plan_label(plan)),  # a file's name, quoted

@@ -141,6 +141,15 @@ class TensorParallel:
 
 
 @dataclass(frozen=True)
+class Wraps:
+    """The model holds a list of models, to whose class, in the same file, blocks, region and heads belong."""
+
+    attribute: str
+    model: str
+    location: Location | None = None
+
+
+@dataclass(frozen=True)
 class Plan:
     """A whole plan. Every name in it is a valid identifier, every condition in the grammar of `conditions`."""
 
@@ -158,6 +167,7 @@ class Plan:
     requires: tuple[str, ...] = ()  # packages that the class needs beside those of diffusers itself
     outside: tuple[str, ...] = ()  # what attends only before or after the region, or is not called in a bound model
     tensor_parallel: tuple[TensorParallel, ...] = ()
+    wraps: Wraps | None = None
     probes: tuple[Probe, ...] = ()
     blocks_location: Location | None = None
     begin_location: Location | None = None

@@ -11,7 +11,7 @@ from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from cpgen.conditions import GRAMMAR, ConditionError, parse_condition
 from cpgen.diagnostics import CpgenError, did_you_mean
-from cpgen.plan import CONFIG, AttentionFunction, Gather, Plan, Prefix, Probe, Refusal, Shard, Site, Whole
+from cpgen.plan import CONFIG, AttentionFunction, Gather, Plan, Prefix, Probe, Refusal, Shard, Site, Whole, Wraps
 from cpgen.plan_reader import is_name
 from cpgen.plan_tensor_parallel import TensorParallelReader
 from cpgen.probes import validate_probe
@@ -61,7 +61,7 @@ class _Reader(TensorParallelReader):
         root = self._mapping(
             (),
             required=("model", "blocks", "streams", "region", "attention"),
-            optional=("diffusers", "requires", "heads", "outside", "tensor_parallel", "probes"),
+            optional=("diffusers", "requires", "wraps", "heads", "outside", "tensor_parallel", "probes"),
         )
         self._streams = self._names(root, ("streams",))
         blocks = self._blocks = self._names(root, ("blocks",), dotted=True)
@@ -82,6 +82,7 @@ class _Reader(TensorParallelReader):
             requires=self._names(root, ("requires",)),
             outside=self._names(root, ("outside",)) if "outside" in root else (),
             tensor_parallel=self._tensor_parallel(root, blocks),
+            wraps=self._wraps(("wraps",)) if "wraps" in root else None,
             probes=self._probes(root),
             blocks_location=self._document.at(("blocks",)),
             begin_location=self._document.at(("region", "begin", "before")),
@@ -96,6 +97,13 @@ class _Reader(TensorParallelReader):
         return self._probes(self._mapping((), required=("probes",), any_key=True))
 
     # Entries
+
+    def _wraps(self, path: Path) -> Wraps:
+        entry = self._mapping(path, required=("list", "model"))
+        if self._exists(("tensor_parallel",)):
+            self._find("CP105", "tensor parallelism of wrapped models is not possible", path, key=True)
+        names = (self._name(entry, (*path, key)) for key in ("list", "model"))
+        return Wraps(*names, self._document.key(path))
 
     def _shard(self, path: Path) -> Shard:
         entry = self._mapping(

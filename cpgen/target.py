@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpgen.diagnostics import did_you_mean, fail
@@ -28,6 +28,10 @@ class Target:
         node = self.module.definitions[self.class_name]
         assert isinstance(node, ast.ClassDef)
         return node
+
+    def neighbour(self, class_name: str) -> Target:
+        """Another class of the same file, which must be there."""
+        return replace(self, class_name=class_name)
 
     @property
     def file_stem(self) -> str:

@@ -58,19 +58,23 @@ def operate(target: Target, plan: Plan, exchange: Exchange, runtime: str, tree: 
         line = next(i for i, text in enumerate(main.lines) if MARK in text)
         place = Location(main.label, line + 1, 1, 1, main.lines[line].rstrip("\n"))
         raise fail("CP503", f"{main.label} holds marked edits of cpgen already", place, help="emit from the original")
-    _check_class(target, plan, findings)
+    if plan.model != target.class_name:
+        findings.append(Finding("CP105", f"{plan.name} is a plan for {plan.model}, not for {target.class_name}"))
+    holder = region_holder(target, plan)
+    _check_blocks(holder, plan, findings)
     owners = {entry.owner: _owner(entry, target, tree, findings) for entry in plan.attention}
     edits: dict[str, list[Edit]] = {main.name: []}
     imported: dict[str, set[str]] = {main.name: {"begin_region"}}
-    forward = method(main, target.node, "forward")
+    forward = method(main, holder.node, "forward")
     if forward is None:
-        place = main.location(target.node)
-        raise fail("CP504", f"{target.class_name} defines no forward of its own", place, note="it inherits it")
+        place = main.location(holder.node)
+        raise fail("CP504", f"{holder.class_name} defines no forward of its own", place, note="it inherits it")
     cp = _free_names(forward, 1)[0]
     edits[main.name] += region_edits(plan, forward, cp, findings)
-    if any(ast.unparse(base).endswith("ModelMixin") for base in target.node.bases):
-        imported[main.name].add(REFUSAL)
-        edits[main.name].append(_refusal(target))
+    for each in [holder] if holder is target else [holder, target]:
+        if any(ast.unparse(base).endswith("ModelMixin") for base in each.node.bases):
+            imported[main.name].add(REFUSAL)
+            edits[main.name].append(_refusal(each))
     carried = Carried()
     processors = []
     for entry in plan.attention:
@@ -95,7 +99,7 @@ def operate(target: Target, plan: Plan, exchange: Exchange, runtime: str, tree: 
     unused = constructed_nowhere(carried, main, tree)
     if defaults := [function for name, function in owners.items() if function is not None and name in unused]:
         imported[main.name].add("use_processors")
-        edits[main.name] += _use_processors(target, plan, defaults)
+        edits[main.name] += _use_processors(holder, plan, defaults)
     files = [_main_file(target, edits[main.name], imported[main.name], runtime, tree, carried)]
     for name in sorted(carried.names):
         carried_module = tree.find(name)
@@ -108,7 +112,11 @@ def operate(target: Target, plan: Plan, exchange: Exchange, runtime: str, tree: 
         problem = difference(file.text, file.upstream, tree, names, local)
         if problem is not None:
             raise AssertionError(f"erasing the edits of {file.name} does not give back upstream's code: {problem}")
-    return Operation(tuple(files), tuple(processors), forward.calls_into(plan.blocks))
+    alone = forward.calls_into(plan.blocks)
+    if alone and plan.wraps is not None:
+        message = f"{holder.class_name}.forward calls a part of a block, {alone[0]}: such models cannot be wrapped"
+        raise fail("CP504", message, plan.wraps.location)
+    return Operation(tuple(files), tuple(processors), alone)
 
 
 def _owner(entry: AttentionFunction, target: Target, tree: SourceTree, findings: list[Finding]) -> Function | None:
@@ -144,9 +152,26 @@ def _imported_modules(module: SourceModule, tree: SourceTree) -> list[SourceModu
     return [each for each in found if each is not None]
 
 
-def _check_class(target: Target, plan: Plan, findings: list[Finding]) -> None:
-    if plan.model != target.class_name:
-        findings.append(Finding("CP105", f"{plan.name} is a plan for {plan.model}, not for {target.class_name}"))
+def region_holder(target: Target, plan: Plan) -> Target:
+    """The class with the blocks and the forward that the plan is about: the model's, or that of those it wraps.
+
+    Raises CpgenError if the model's file defines no such class, or the model has no such list.
+    """
+    if plan.wraps is None:
+        return target
+    module, wraps = target.module, plan.wraps
+    classes = [name for name, node in module.definitions.items() if isinstance(node, ast.ClassDef)]
+    if wraps.model not in classes:
+        message = f"{module.label} defines no class '{wraps.model}'"
+        raise fail("CP104", message, wraps.location, hint=did_you_mean(wraps.model, classes))
+    attributes = submodules(target.node)
+    if wraps.attribute not in attributes:
+        message = f"{target.class_name} has no list '{wraps.attribute}'"
+        raise fail("CP104", message, wraps.location, hint=did_you_mean(wraps.attribute, attributes))
+    return target.neighbour(wraps.model)
+
+
+def _check_blocks(target: Target, plan: Plan, findings: list[Finding]) -> None:
     attributes = submodules(target.node)
     place = plan.blocks_location or plan_location(plan)
     items = {ast.unparse(node) for node in ast.walk(target.node) if isinstance(node, ast.Subscript)}

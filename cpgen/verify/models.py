@@ -66,12 +66,22 @@ def load_package(directory: str, name: str) -> ModuleType:
 def build_model(model_class: type[nn.Module], probe: Probe, seed: int, dtype: torch.dtype) -> nn.Module:
     """The probe's model in `dtype` and eval mode, after the probe's `before` methods were called."""
     torch.manual_seed(seed)  # for buffers that a constructor draws at random and does not save
-    model = model_class(**probe.config).eval()  # eval: dropout has no reference value
+    config = {name: _with_models(value, sys.modules[model_class.__module__]) for name, value in probe.config.items()}
+    model = model_class(**config).eval()  # eval: dropout has no reference value
     if dtype != torch.float32:
         model.to(dtype)
     for method in probe.before:
         getattr(model, method)()
     return model
+
+
+def _with_models(value: Any, module: ModuleType) -> Any:
+    """`value` of a probe's config, where {model: CLASS, config: {...}} is such a model, of a class in `module`."""
+    if isinstance(value, list):
+        return [_with_models(item, module) for item in value]
+    if isinstance(value, dict) and value.keys() == {"model", "config"}:
+        return getattr(module, value["model"])(**value["config"])
+    return value
 
 
 @torch.no_grad()
