@@ -11,6 +11,9 @@ An input is written as one of:
     {list: [input, ...]}, {tuple: [input, ...]}, {dict: {key: input}}      a dict's key of digits is a whole number
     {value: anything}                                   passed as it is
 
+A configuration is passed as it is, but {model: CLASS, config: {...}} in it is such a model, of a class in the model's
+file.
+
 dtypes are float32 (the default; int64 for masks), float64, int64, int32 and bool. Float tensors given by `shape`
 require grad, unless `grad: false`; `low` and `high` may be given for them too (a float timestep).
 
@@ -70,6 +73,9 @@ def validate_probe(probe: Probe) -> list[Finding]:
             findings.append((("inputs",), "a probe needs inputs"))
         for name, spec in probe.inputs.items():
             findings.extend(_check(spec, ("inputs", name)))
+    if isinstance(probe.config, dict):
+        for name, value in probe.config.items():
+            findings.extend(_check_models(value, ("config", name)))
     for index, method in enumerate(probe.before):
         if not isinstance(method, str) or not method.isidentifier():
             findings.append((("before", index), f"{method!r} is not the name of a method"))
@@ -121,6 +127,18 @@ def _check(spec: Any, path: Path) -> Iterator[Finding]:
     if "dtype" in spec and spec["dtype"] not in DTYPES:
         yield (*path, "dtype"), f"unknown dtype {spec['dtype']!r}{_suggestion(spec['dtype'], DTYPES)}"
     yield from _CHECKS[kind](spec, path)
+
+
+def _check_models(value: Any, path: Path) -> Iterator[Finding]:
+    """In a configuration {model: CLASS, config: {...}} is such a model."""
+    if isinstance(value, list):
+        for i, item in enumerate(value):
+            yield from _check_models(item, (*path, i))
+    if isinstance(value, dict) and value.keys() == {"model", "config"}:
+        if not isinstance(value["model"], str) or not value["model"].isidentifier():
+            yield (*path, "model"), f"{value['model']!r} is not the name of a class"
+        if not isinstance(value["config"], dict):
+            yield (*path, "config"), f"expected a mapping from argument to value, got {_kind(value['config'])}"
 
 
 def _check_shape(spec: dict[str, Any], path: Path) -> Iterator[Finding]:

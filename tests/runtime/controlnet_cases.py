@@ -99,6 +99,33 @@ def several(pair: Pair, model: Emitted, controlnet: Emitted, count: int, hints: 
     return _compare(pair, [ours, *bound], [theirs, *references], inputs, shared, "none")
 
 
+def saved(emitted: Emitted, directory: str) -> tuple[bool, bool, list[str]]:
+    """Of an emitted wrapper: a checkpoint comes back, diffusers reads one of its models, and what it refuses."""
+    package = load_package(emitted.directory, emitted.name)
+    reference, model = _both(emitted, emitted.probe(), package, "fsdp")
+    package.save_checkpoint(f"{directory}/checkpoints", model, step=3)
+    expected = reference.state_dict()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    step = package.load_checkpoint(f"{directory}/checkpoints", model)
+    state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    restored = step == 3 and all(torch.equal(state[name], value) for name, value in expected.items())
+    package.save_pretrained(model.nets[1], f"{directory}/net")
+    net = type(reference.nets[1]).from_pretrained(f"{directory}/net", torch_dtype=DTYPE)  # type: ignore[index, union-attr]
+    equal = all(torch.equal(net.state_dict()[name], value) for name, value in reference.nets[1].state_dict().items())  # type: ignore[index, union-attr]
+    messages = []
+    for refused in (
+        lambda: package.save_pretrained(model, f"{directory}/whole"),
+        lambda: package.load_pretrained(f"{directory}/net", mesh_for(package)),
+    ):
+        try:
+            refused()
+        except ValueError as error:
+            messages.append(str(error))
+    return restored, equal, messages
+
+
 def _both(
     emitted: Emitted, probe: Probe, package: Any, data_parallel: str, seed: int = 0
 ) -> tuple[nn.Module, nn.Module]:

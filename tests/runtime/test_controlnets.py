@@ -11,7 +11,7 @@ import pytest
 
 from cpgen.verify.pool import WorkerPool
 
-from .controlnet_cases import FLUX, HUNYUAN, QWEN, SD3, Pair, several, together
+from .controlnet_cases import FLUX, HUNYUAN, QWEN, SD3, Pair, saved, several, together
 from .emitted import emit
 
 TOLERANCE = 1e-6  # float64; rotary tables are float32 inside
@@ -47,3 +47,14 @@ def test_diffusers_wrapper_around_several(tmp_path: Path, pool: WorkerPool, name
     for forward, backward in pool.run(several, pair, *packages, count, hints, world_size=2):
         assert forward <= TOLERANCE
         assert backward <= TOLERANCE
+
+
+def test_checkpoints_and_files_of_an_emitted_wrapper(tmp_path: Path, pool: WorkerPool) -> None:
+    emitted = emit(tmp_path / "generated", FLUX.wrapper, 2)
+    for restored, equal, messages in pool.run(saved, emitted, str(tmp_path), world_size=2):
+        assert restored and equal
+        assert messages == [
+            "FluxMultiControlNetModel has no files of its own: save each of its nets",
+            "FluxMultiControlNetModel has no files of its own: load each of its nets with "
+            "FluxControlNetModel.from_pretrained, build it from them, and parallelize that",
+        ]

@@ -26,6 +26,8 @@ def emitted(request: pytest.FixtureRequest, tmp_path: Path) -> Emitted:
 
 
 def test_each_class_reads_the_others_files(emitted: Emitted, tmp_path: Path) -> None:
+    if emitted.plan.wraps is not None:
+        pytest.skip("upstream cannot save it: its models are saved one by one")
     reference, model, package = reference_and_model(emitted, emitted.probe(), torch.float32)
     name = emitted.reference.class_name
     ours, theirs = getattr(package, name), load_reference(emitted.reference)
@@ -68,7 +70,7 @@ def test_an_attention_backend_of_choice_runs(emitted: Emitted) -> None:
                 with pytest.raises(RuntimeError, match="must match the size"):
                     each(**inputs)
         else:
-            found, expected = (tree_leaves(each(**inputs, return_dict=False)) for each in (model, reference))
+            found, expected = (tree_leaves(each(**inputs | {"return_dict": False})) for each in (model, reference))
             assert len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
     reference.set_attention_backend("native")  # type: ignore[operator]  # diffusers keeps it for the whole process
 

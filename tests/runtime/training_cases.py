@@ -124,6 +124,8 @@ def render(name: str, **context: Any) -> str:
         "load_balance": False,
         "blocks": ["transformer_blocks", "single_transformer_blocks"],
         "called_alone": [],
+        "wraps": None,
+        "wrapped_class": None,
         "heads": None,
         "processors": [],
         "runtime": "cpgen.runtime",

@@ -186,6 +186,8 @@ def _write(
         heads=stub.heads,
         blocks=("blocks",),
         called_alone=[],
+        wraps=None,
+        wrapped_class=None,
         processors=[{"module": stub.module, "name": name} for name in stub.processors],
     )
     directory.joinpath("parallelize.py").write_text(patch(glue, broken_glue))

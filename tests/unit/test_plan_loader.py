@@ -209,6 +209,30 @@ def test_a_probe_adds_to_none(probe: str, message: str) -> None:
     assert found.message == message
 
 
+WRAPPER = FULL.replace("\nheads:", "\nwraps: {list: nets, model: Inner}\nheads:")
+
+
+def test_a_model_that_holds_a_list_of_models() -> None:
+    wraps = load_plan(WRAPPER, "made.yaml").wraps
+    assert wraps is not None and (wraps.attribute, wraps.model) == ("nets", "Inner")
+    assert wraps.location is not None and wraps.location.line == 3
+    assert load_plan(FULL, "made.yaml").wraps is None
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "message"),
+    [
+        ("{list: nets, model: Inner}", "{list: nets}", "missing key 'model'"),
+        ("{list: nets, model: Inner}", "nets", "expected a mapping"),
+        ("list: nets", "list: 'nets[0]'", "'nets[0]' is not a name"),
+        ("model: Inner", "model: 'Inner()'", "'Inner()' is not a name"),
+        ("outside:", "tensor_parallel: {}\noutside:", "tensor parallelism of wrapped models is not possible"),
+    ],
+)
+def test_wrappers_that_cannot_be(old: str, new: str, message: str) -> None:
+    assert message in [finding.message for finding in findings(WRAPPER.replace(old, new, 1))]
+
+
 BY_LIST = FULL.replace("blocks: [blocks, more]", "blocks: [blocks, more.image]").replace(
     "stream: latent, when: x is None, otherwise: text", "stream: {blocks: latent, more.image: [text, latent]}"
 )

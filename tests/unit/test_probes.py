@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -89,6 +90,12 @@ def test_bad_input_is_found_with_its_path(spec: Any, path: str, message: str) ->
     assert found_path == path and message in found
     with pytest.raises(ValueError, match="probe 'tiny': inputs"):
         build(spec)
+
+
+def test_models_in_a_configuration() -> None:
+    nets = [{"model": "Net", "config": {"layers": 1}}, {"model": "a b", "config": {}}, {"model": "Net", "config": 3}]
+    paths = [format_path(path) for path, _ in validate_probe(replace(probe(x={"shape": [1]}), config={"nets": nets}))]
+    assert paths == ["config.nets[1].model", "config.nets[2].config"]
 
 
 def test_all_findings_are_collected() -> None:

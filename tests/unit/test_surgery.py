@@ -185,6 +185,27 @@ def test_forwards_that_would_be_wrong_are_refused_where_the_region_begins(tmp_pa
     )
 
 
+def test_region_is_in_the_class_that_a_model_holds_a_list_of(tmp_path: Path) -> None:
+    source = module_text().replace("class Model(", "class Inner(") + textwrap.dedent("""
+        class Model(nn.Module):
+            def __init__(self, nets):
+                super().__init__()
+                self.nets = nn.ModuleList(nets)
+
+            def forward(self, hidden_states):
+                return [net(hidden_states) for net in self.nets]
+        """)
+    plan = plan_text().replace("heads:", "wraps: {list: nets, model: Inner}\nheads:")
+    text = operated(tmp_path, source, plan)
+    inner, outer = text.split("class Model(")
+    assert inner.count("begin_region(self)") == 1 and "cp." not in outer
+    for wraps, found in (
+        ("{list: nets, model: Iner}", "CP104 transformer_made.py defines no class 'Iner'"),
+        ("{list: net, model: Inner}", "CP104 Model has no list 'net'"),
+    ):
+        assert findings(tmp_path, source, plan.replace("{list: nets, model: Inner}", wraps)) == [found]
+
+
 def test_streams_by_the_list_of_blocks(tmp_path: Path) -> None:
     source = module_text().replace(
         "self.proj_out = nn", 'self.kinds = {}\n        self.kinds["a"] = 1\n        self.proj_out = nn'

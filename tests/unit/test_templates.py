@@ -34,6 +34,16 @@ SEVERAL = {
     ],
 }
 SHORT = {"model_class": "A", "module": "a", "blocks": ["b"], "heads": None, "processors": []}
+WRAPPER = {
+    "package": "hunyuan_di_t_2d_multi_control_net",
+    "model_class": "HunyuanDiT2DMultiControlNetModel",
+    "module": "controlnet_hunyuan",
+    "wraps": "nets",
+    "wrapped_class": "HunyuanDiT2DControlNetModel",
+    "blocks": ["blocks", "more_blocks"],
+    "heads": "num_attention_heads",
+    "processors": [{"module": "attention_processor", "name": "HunyuanAttnProcessor2_0"}],
+}
 LONG = {
     "package": "x" * 50,
     "model_class": "L" + "o" * 48 + "ng",
@@ -45,7 +55,9 @@ LONG = {
 
 
 @pytest.mark.parametrize("runtime", ["cpgen.runtime", "._runtime"])
-@pytest.mark.parametrize("context", [WAN, SEVERAL, SHORT, LONG], ids=["wan", "several", "short", "long"])
+@pytest.mark.parametrize(
+    "context", [WAN, SEVERAL, SHORT, LONG, WRAPPER], ids=["wan", "several", "short", "long", "wrapper"]
+)
 def test_rendered_files_are_formatted_and_linted(tmp_path, context, runtime):
     for name in FILES:
         (tmp_path / name).write_text(render(name, runtime=runtime, **context))

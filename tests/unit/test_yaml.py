@@ -127,7 +127,7 @@ SCALARS = st.none() | st.booleans() | st.integers() | st.floats() | st.text(st.c
 WORDS = (
     "model diffusers heads blocks streams region begin before after shard gather prefix refuse dim ndim stream"
     " optional when attention sites call kind kv otherwise layout whole variables until"
-    " outside probes name config inputs x"
+    " outside probes name config inputs wraps list x"
 )
 KEYS = st.sampled_from(WORDS.split())
 TREES = st.recursive(SCALARS, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(KEYS, inner), max_leaves=20)
