@@ -91,7 +91,7 @@ def several(pair: Pair, model: Emitted, controlnet: Emitted, count: int, hints: 
     inputs = inputs_of(net_probe)
     shared = _shared(model_probe, inputs)
     hint = inputs["controlnet_cond"]
-    inputs["controlnet_cond"] = [hint * (1 - 0.3 * i) for i in range(hints)]
+    inputs["controlnet_cond"] = [hint.detach() * (1 - 0.3 * i) for i in range(hints)]
     inputs["conditioning_scale"] = [0.7 - 0.2 * i for i in range(hints)]
     if pair.modes:
         inputs["controlnet_mode"] = [torch.full((hint.shape[0],), -1) for _ in range(hints)]
