@@ -80,6 +80,7 @@ def reference_and_model(
 
 def inputs_of(probe: Probe, dtype: torch.dtype = torch.float64) -> dict[str, Any]:
     inputs: dict[str, Any] = build_inputs(probe, 0)
+    inputs.pop("return_dict", None)  # who calls the model says what it returns
     return to_float64(inputs) if dtype == torch.float64 else inputs
 
 

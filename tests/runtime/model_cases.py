@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
+from torch.utils._pytree import tree_leaves
 
 from cpgen.plan import Probe
 from cpgen.probes import build_inputs
@@ -172,7 +173,12 @@ def message_for(emitted: Emitted, probe: Probe, changes: dict[str, Any]) -> str:
 
 
 def compiled(
-    emitted: Emitted, probe: Probe, backend: str, sizes: tuple[Probe, ...] = (), checkpointing: bool = False
+    emitted: Emitted,
+    probe: Probe,
+    backend: str,
+    sizes: tuple[Probe, ...] = (),
+    checkpointing: bool = False,
+    dtype: torch.dtype = torch.float64,
 ) -> tuple[float, float, int]:
     """Compile the whole bound model as one graph; returns output and gradient errors, and graphs per call."""
     import torch._dynamo as dynamo
@@ -180,7 +186,7 @@ def compiled(
 
     dynamo.reset()
     warnings.simplefilter("ignore")
-    reference, model = bound(emitted, probe)
+    reference, model = bound(emitted, probe, dtype)
     if checkpointing:
         model.enable_gradient_checkpointing()  # type: ignore[operator]
     counter = dynamo.testing.CompileCounterWithBackend(backend)
@@ -189,10 +195,11 @@ def compiled(
     for each in (probe, *sizes):
         reference.zero_grad()
         model.zero_grad()
-        ours, theirs = run(whole, inputs_of(each)), run(reference, inputs_of(each))
-        loss_of(ours).backward()
-        loss_of(theirs).backward()
-        forward = max(forward, float((ours - theirs).detach().abs().max() / theirs.detach().abs().max()))
+        ours, theirs = (tree_leaves(m(**inputs_of(each, dtype), return_dict=False)) for m in (whole, reference))
+        for outputs in (ours, theirs):
+            sum(loss_of(output) for output in outputs).backward()  # type: ignore[union-attr]
+        for one, other in zip(ours, theirs, strict=True):
+            forward = max(forward, float((one - other).detach().abs().max() / other.detach().abs().max()))
         expected = gradients(reference)
         backward = max(backward, worst(averaged(full_gradients(model, expected)), expected))
     return forward, backward, counter.frame_count

@@ -70,7 +70,7 @@ def test_an_attention_backend_of_choice_runs(emitted: Emitted) -> None:
                 with pytest.raises(RuntimeError, match="must match the size"):
                     each(**inputs)
         else:
-            found, expected = (tree_leaves(each(**inputs | {"return_dict": False})) for each in (model, reference))
+            found, expected = (tree_leaves(each(**inputs, return_dict=False)) for each in (model, reference))
             assert len(found) == len(expected) > 0 and all(map(torch.equal, found, expected))
     reference.set_attention_backend("native")  # type: ignore[operator]  # diffusers keeps it for the whole process
 
