@@ -102,8 +102,8 @@ class _Reader(TensorParallelReader):
         entry = self._mapping(path, required=("list", "model"))
         if self._exists(("tensor_parallel",)):
             self._find("CP105", "tensor parallelism of wrapped models is not possible", path, key=True)
-        names = (self._name(entry, (*path, key)) for key in ("list", "model"))
-        return Wraps(*names, self._document.key(path))
+        attribute, model = self._name(entry, (*path, "list")), self._name(entry, (*path, "model"))
+        return Wraps(attribute, model, self._document.key(path))
 
     def _shard(self, path: Path) -> Shard:
         entry = self._mapping(
