@@ -198,9 +198,9 @@ class Region:
         if isinstance(stream, str):
             self._register(stream, start + size, f"{label} with {start} ahead" if start else label, dim)
             stream = (stream,)
-        return self._local_rows(tensor, label, dim, stream, start)
+        return self.local_rows(tensor, label, dim, stream, start)
 
-    def _local_rows(self, tensor: Tensor, label: str, dim: int, streams: tuple[str, ...], start: int) -> Tensor:
+    def local_rows(self, tensor: Tensor, label: str, dim: int, streams: tuple[str, ...], start: int = 0) -> Tensor:
         """This rank's part of each of `streams`, which lie one after the other on `dim`, without the first `start`
         tokens: a copy, contiguous."""
         total = sum(self.lengths[stream] for stream in streams) - start
