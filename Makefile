@@ -48,7 +48,7 @@ format: $(READY)
 table: $(READY)
 	$(BIN)/python -m tools.prove; status=$$?; $(BIN)/python -m tools.tables && exit $$status
 
-# The same for seven plans, on the newest patch release of each of the last four minor versions of diffusers.
+# The same for seven plans, on the newest patch release of each of the last five minor versions of diffusers.
 versions: $(READY)
 	$(BIN)/python -m tools.prove --versions; status=$$?; $(BIN)/python -m tools.tables && exit $$status
 

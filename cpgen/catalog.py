@@ -59,6 +59,8 @@ def catalog(out: Path) -> list[dict[str, Any]]:
 def describe(plan: Plan) -> str:
     """A plan in words, one line an entry."""
     lines = [f"{plan.model}  ({plan.name}, diffusers {plan.diffusers or 'any'})"]
+    for variant in plan.variants:
+        lines.append(f"variant     on diffusers {variant.diffusers} it has another {', '.join(variant.replaces)}")
     lines.append(f"blocks      {', '.join(plan.blocks)}")
     lines.append(f"streams     {', '.join(plan.streams)}")
     lines.append(f"region      begins {f'ahead of the loop over {plan.begin}' if plan.begin else 'with forward'}")

@@ -58,7 +58,7 @@ class CpgenError(Exception):
     """Bad input or a failed check, as findings. `exit_code` is 2 for input, 1 for drift."""
 
     def __init__(self, findings: Iterable[Finding], *, exit_code: int = 2) -> None:
-        self.findings = tuple(findings)
+        self.findings = tuple(dict.fromkeys(findings))
         self.exit_code = exit_code
         super().__init__("\n\n".join(finding.render() for finding in self.findings))
 

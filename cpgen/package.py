@@ -91,7 +91,10 @@ def generate(request: Request, out: Path, tree: SourceTree | None = None) -> Pac
 
 
 def find_plan(target: Target, path: Path | None, tree: SourceTree) -> Plan:
-    """`--plan FILE`, else the shipped plan, else the class's own `_cp_plan`. Raises CpgenError if there is none."""
+    """`--plan FILE`, else the shipped plan, else the class's own `_cp_plan`: what it says on the installed diffusers.
+
+    Raises CpgenError if there is none, or none for this version.
+    """
     shipped = resources.shipped_plans().get(target.class_name) if target.kind == "diffusers" else None
     if path is not None:
         plan = read_plan(path, path.as_posix())
@@ -107,6 +110,7 @@ def find_plan(target: Target, path: Path | None, tree: SourceTree) -> Plan:
             help=f"cpgen plan infer --model {target.spec} finds one where it can; else write one (docs/plans.md). Then "
             "pass --plan FILE",
         )
+    plan = plan.on(diffusers_version(tree))
     check_version(target, plan, tree)
     return plan
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import InvalidVersion, Version
 
 from cpgen.diagnostics import Location
 
@@ -150,6 +153,15 @@ class Wraps:
 
 
 @dataclass(frozen=True)
+class Variant:
+    """What a plan says on some versions of diffusers: another value for each key in `replaces`."""
+
+    diffusers: str  # version specifier
+    replaces: tuple[str, ...]
+    plan: Plan  # the whole plan, with them replaced
+
+
+@dataclass(frozen=True)
 class Plan:
     """A whole plan. Every name in it is a valid identifier, every condition in the grammar of `conditions`."""
 
@@ -175,4 +187,18 @@ class Plan:
     heads_location: Location | None = None
     name: str = ""  # as shown in messages and headers, e.g. plans/wan.yaml
     sha256: str = ""
-    meaning: str = ""  # hash of what it says of the source: all but the version range and the probes
+    meaning: str = ""  # hash of what it says of the source: all but the version range, the probes and variants
+    variants: tuple[Variant, ...] = ()
+
+    def on(self, version: str) -> Plan:
+        """What it says on this version of diffusers: the first variant whose range has it, or else itself."""
+        found = next((variant.plan for variant in self.variants if in_range(version, variant.diffusers)), self)
+        return replace(found, variants=self.variants)
+
+
+def in_range(version: str, specifier: str) -> bool:
+    """Whether a version is in a range such as ">=0.42,<0.43". False for one that is no version, such as "unknown"."""
+    try:
+        return SpecifierSet(specifier).contains(Version(version), prereleases=True)
+    except InvalidVersion:
+        return False

@@ -5,18 +5,33 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 from packaging.specifiers import InvalidSpecifier, SpecifierSet
 
 from cpgen.conditions import GRAMMAR, ConditionError, parse_condition
 from cpgen.diagnostics import CpgenError, did_you_mean
-from cpgen.plan import CONFIG, AttentionFunction, Gather, Plan, Prefix, Probe, Refusal, Shard, Site, Whole, Wraps
+from cpgen.plan import (
+    CONFIG,
+    AttentionFunction,
+    Gather,
+    Plan,
+    Prefix,
+    Probe,
+    Refusal,
+    Shard,
+    Site,
+    Variant,
+    Whole,
+    Wraps,
+)
 from cpgen.plan_reader import is_name
 from cpgen.plan_tensor_parallel import TensorParallelReader
 from cpgen.probes import validate_probe
 from cpgen.yamldoc import Path, YamlDocument, parse_yaml
 
+REPLACEABLE = ("heads", "blocks", "streams", "region", "attention", "outside", "tensor_parallel", "probes")
 KINDS = ("self", "joint", "cross", "causal")
 LAYOUTS = ("BSHD", "BHSD")
 _MAX_NDIM = 8
@@ -27,17 +42,22 @@ _STEP = re.compile(r"\[(\*|-?\d+|'[A-Za-z0-9_.]+')\]")
 def load_plan(text: str, name: str) -> Plan:
     """Read a plan from YAML. `name` is shown in messages and headers. Raises CpgenError with all findings."""
     document = parse_yaml(text, name)
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
     reader = _Reader(document)
-    plan = reader.plan(hashlib.sha256(text.encode()).hexdigest())
-    if reader.findings:
-        raise CpgenError(
-            sorted(reader.findings, key=lambda f: (f.location.line, f.location.column) if f.location else (0, 0))
-        )
-    return plan
+    plan = reader.plan(sha256)
+    variants = []
+    findings = reader.findings
+    for path, specifier, keys in reader.variants():
+        variant = _Reader(document.overlaid(path, keys))
+        variants.append(Variant(specifier, keys, variant.plan(sha256)))
+        findings += variant.findings
+    if findings:
+        raise CpgenError(sorted(findings, key=lambda f: (f.location.line, f.location.column) if f.location else (0, 0)))
+    return replace(plan, variants=tuple(variants))
 
 
 def _meaning(root: dict[str, Any]) -> str:
-    said = {key: value for key, value in root.items() if key not in ("diffusers", "probes")}
+    said = {key: value for key, value in root.items() if key not in ("diffusers", "probes", "variants")}
     return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
@@ -61,7 +81,7 @@ class _Reader(TensorParallelReader):
         root = self._mapping(
             (),
             required=("model", "blocks", "streams", "region", "attention"),
-            optional=("diffusers", "requires", "wraps", "heads", "outside", "tensor_parallel", "probes"),
+            optional=("diffusers", "requires", "wraps", "heads", "outside", "tensor_parallel", "probes", "variants"),
         )
         self._streams = self._names(root, ("streams",))
         blocks = self._blocks = self._names(root, ("blocks",), dotted=True)
@@ -69,7 +89,7 @@ class _Reader(TensorParallelReader):
         begin = self._mapping(("region", "begin"), required=("before",))
         return Plan(
             model=self._name(root, ("model",)),
-            diffusers=self._specifier(root),
+            diffusers=self._specifier(root, ("diffusers",)),
             heads=self._name(root, ("heads",)) if "heads" in root else None,
             blocks=blocks,
             streams=self._streams,
@@ -95,6 +115,20 @@ class _Reader(TensorParallelReader):
 
     def only_probes(self) -> tuple[Probe, ...]:
         return self._probes(self._mapping((), required=("probes",), any_key=True))
+
+    def variants(self) -> list[tuple[Path, str, tuple[str, ...]]]:
+        """Of each variant: where it is, its range of diffusers, and the keys that it replaces."""
+        found = []
+        root = self._document.value
+        listed = root.get("variants", []) if isinstance(root, dict) else []
+        for i in self._indices(listed, ("variants",)):
+            path: Path = ("variants", i)
+            entry = self._mapping(path, required=("diffusers",), optional=REPLACEABLE)
+            keys = tuple(key for key in entry if key in REPLACEABLE)
+            if not keys:
+                self._find("CP107", "a variant replaces nothing", path, note=f"it may: {', '.join(REPLACEABLE)}")
+            found.append((path, self._specifier(entry, (*path, "diffusers")) or "", keys))
+        return found
 
     # Entries
 
@@ -345,15 +379,15 @@ class _Reader(TensorParallelReader):
             self._find("CP109", f"not a condition: {error}", path, note=f"allowed: {GRAMMAR}")
             return None
 
-    def _specifier(self, root: dict[str, Any]) -> str | None:
-        if "diffusers" not in root:
+    def _specifier(self, parent: dict[str, Any], path: Path) -> str | None:
+        if path[-1] not in parent:
             return None
-        value = root["diffusers"]
+        value = parent[str(path[-1])]
         try:
             if not isinstance(value, str):
                 raise InvalidSpecifier
             SpecifierSet(value)
         except InvalidSpecifier:
-            self._find("CP105", f"{value!r} is not a version range such as '>=0.42,<0.43'", ("diffusers",))
+            self._find("CP105", f"{value!r} is not a version range such as '>=0.42,<0.43'", path)
             return None
         return value

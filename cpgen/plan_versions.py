@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from packaging.specifiers import SpecifierSet
-from packaging.version import InvalidVersion, Version
-
 from cpgen.diagnostics import CpgenError, Finding
-from cpgen.plan import Plan
+from cpgen.plan import Plan, in_range
 from cpgen.source import SourceTree, diffusers_version
 from cpgen.strategy import EXCHANGES
 from cpgen.surgery.operate import operate
@@ -18,23 +15,14 @@ def check_version(target: Target, plan: Plan, tree: SourceTree) -> None:
 
     Its findings are the range, then all that the plan names and this version's source does not have.
     """
-    if plan.diffusers is None:
-        return
     version = diffusers_version(tree)
-    if _contains(plan.diffusers, version):
+    if plan.diffusers is None or in_range(version, plan.diffusers):
         return
     misfits = _misfits(target, plan, tree)
     note = f"{plan.name} does not fit this version, see below" if misfits else "all that it names is in this version"
     message = f"{plan.name} is proven on diffusers {plan.diffusers}, but {version} is installed"
     help_ = "install a version in that range, or copy the plan, widen its range, and run cpgen verify"
     raise CpgenError([Finding("CP106", message, plan.diffusers_location, note=note, help=help_), *misfits])
-
-
-def _contains(specifier: str, version: str) -> bool:
-    try:
-        return SpecifierSet(specifier).contains(Version(version), prereleases=True)
-    except InvalidVersion:
-        return False
 
 
 def _misfits(target: Target, plan: Plan, tree: SourceTree) -> tuple[Finding, ...]:

@@ -47,7 +47,8 @@ class Proof:
         return self.error is None and bool(self.runs) and bool(self.probes)
 
     def is_of(self, plan: Plan) -> bool:
-        """Whether it is about this plan as it stands now."""
+        """Whether it is about what this plan says now on its version."""
+        plan = plan.on(self.diffusers)
         names = {probe.name for probe in plan.probes}
         return (self.model, self.plan) == (plan.model, plan.meaning) and names <= set(self.probes)
 

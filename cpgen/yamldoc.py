@@ -40,6 +40,20 @@ class YamlDocument:
             path = path[:-1]
         return self._values.get(path)
 
+    def overlaid(self, path: Path, keys: tuple[str, ...]) -> YamlDocument:
+        """The document with these of its own keys taken from the mapping at `path`, with their places there."""
+
+        def moved(places: dict[Path, Location]) -> dict[Path, Location]:
+            kept = {place: where for place, where in places.items() if place[:1] not in [(key,) for key in keys]}
+            inner = {place[len(path) :]: where for place, where in places.items() if place[: len(path)] == path}
+            return kept | {place: where for place, where in inner.items() if place and place[0] in keys}
+
+        overlay = self.value
+        for step in path:
+            overlay = overlay[step]
+        value = {**self.value, **{key: overlay[key] for key in keys}}
+        return YamlDocument(self.name, value, moved(self._keys), moved(self._values))
+
 
 def parse_yaml(text: str, name: str) -> YamlDocument:
     """Read one YAML document. `name` is the file's name in messages.

@@ -1,7 +1,7 @@
 """Runs `cpgen verify` on shipped plans, and records what came out in plans/proofs.json.
 
     python -m tools.prove                   every shipped plan not proven on the installed diffusers
-    python -m tools.prove --versions        SEVEN, on the newest patch release of each of the last four minor versions
+    python -m tools.prove --versions        SEVEN, on the newest patch release of each of the last five minor versions
 
 Each result is written as soon as it is there, so it can be stopped, and goes on where it was. `--model M` limits it to
 some plans, `--again` also runs those that are proven.
@@ -51,7 +51,7 @@ SEVEN = (
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tools.prove", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--model", action="append", metavar="M", help="only this one; may be given several times")
-    parser.add_argument("--versions", action="store_true", help="on the last four minor versions of diffusers")
+    parser.add_argument("--versions", action="store_true", help="on the last five minor versions of diffusers")
     parser.add_argument("--again", action="store_true", help="also those that are proven")
     options = parser.parse_args(arguments)
     plans = shipped_plans()
@@ -84,7 +84,7 @@ def released() -> list[Version]:
     return [Version(text.strip()) for text in line.split(",")]
 
 
-def last_minors(releases: Sequence[Version], count: int = 4) -> list[str]:
+def last_minors(releases: Sequence[Version], count: int = 5) -> list[str]:
     """The newest patch release of each of the last `count` minor versions, oldest first."""
     newest: dict[tuple[int, int], Version] = {}
     for release in sorted(release for release in releases if not release.is_prerelease):
@@ -108,6 +108,7 @@ def prove(plan: Plan, path: Path, version: str) -> Proof:
             capture_output=True,
             text=True,
         )
+    plan = plan.on(version)
     probes = tuple(probe.name for probe in plan.probes)
     if ran.returncode not in (0, 1):
         return Proof(plan.model, version, plan.meaning, probes, (), _shortened(ran.stderr))
