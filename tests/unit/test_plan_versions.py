@@ -51,7 +51,7 @@ def in_repository(monkeypatch: pytest.MonkeyPatch) -> None:
     ("model", "renamed", "plan", "entry", "message", "place"),
     [
         ("WanTransformer3DModel", {"self.proj_out": "self.head"}, "wan", "hidden_states: {after: proj_out",
-         "forward does not call self.proj_out", "transformer_wan.py:"),
+         "forward neither calls self.proj_out", "transformer_wan.py:"),
         ("WanTransformer3DModel", {"rotary_emb": "freqs"}, "wan", "rotary_emb[*]",
          "'rotary_emb' has no value there", "transformer_wan.py:"),
         ("LTXVideoTransformer3DModel", {"self.transformer_blocks": "self.layers"}, "ltx", "blocks: [",
