@@ -6,10 +6,11 @@ import gc
 import multiprocessing
 import multiprocessing.connection
 import os
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.process import BaseProcess
@@ -18,6 +19,7 @@ from types import TracebackType
 from typing import Any
 
 COLLECTIVE_TIMEOUT = timedelta(seconds=60)
+PRELOADED = ("cpgen.verify.preloaded",)  # modules that the workers share, imported once: torch takes seconds
 _RUNS_PER_GROUP = 10  # a case's device mesh leaves groups behind, with threads: they go with the group they came from
 _MAX_THREADS = 250  # of a worker; each gloo group that a case leaves behind has ten, and they slow all that follows
 _GRACE_SECONDS = 3.0  # how long the other ranks may take to fail by themselves once one has
@@ -44,11 +46,15 @@ class _Worker:
 
 
 class WorkerPool:
-    """`size` processes with one torch thread each, joined in a gloo group of the size that a case asks for."""
+    """`size` processes with one torch thread each, joined in a gloo group of the size that a case asks for.
 
-    def __init__(self, size: int, *, case_timeout: float = 300.0) -> None:
+    On Linux they are forked from a server that has imported `preload`; the first pool of a process decides on that.
+    """
+
+    def __init__(self, size: int, *, case_timeout: float = 300.0, preload: Sequence[str] = PRELOADED) -> None:
         self._size = size
         self._case_timeout = case_timeout
+        self._preload = list(preload)
         self._workers: list[_Worker] = []
         self._directory = tempfile.TemporaryDirectory(prefix="cpgen-pool-")
         self._generation = 0
@@ -100,7 +106,11 @@ class WorkerPool:
     def _start(self) -> None:
         if self._workers:
             return
-        context = multiprocessing.get_context("spawn")
+        if sys.platform == "linux":
+            context = multiprocessing.get_context("forkserver")
+            context.set_forkserver_preload(self._preload)
+        else:  # elsewhere a fork of a process with such libraries may crash, or there is none
+            context = multiprocessing.get_context("spawn")
         for rank in range(self._size):
             ours, theirs = context.Pipe()
             process = context.Process(target=_worker_main, args=(rank, theirs), daemon=True)

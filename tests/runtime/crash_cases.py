@@ -21,15 +21,6 @@ from cpgen.runtime.checkpoint import load_checkpoint, save_checkpoint
 from cpgen.runtime.step_directory import complete_steps
 
 KEEP = 2
-# With torch._dynamo, which the first optimizer imports.
-PRELOADED = [
-    "cpgen.runtime.checkpoint",
-    "torch.distributed.fsdp",
-    "torch.optim",
-    "torch._dynamo",
-    "numpy.random",
-    __name__,
-]
 _EVENTS = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.listdir", "os.scandir"}
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
+from tests.preloaded import PRELOADED
 from tests.runtime import crash_cases as cases
 from tests.runtime.crash_cases import Plan
 
@@ -28,7 +29,7 @@ KILLED = {-9, -25}  # by SIGKILL, or by SIGXFSZ at a file's size limit
 def forks() -> ForkServerContext:
     assert not dist.is_initialized()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(cases.PRELOADED)
+    context.set_forkserver_preload(PRELOADED)
     return context
 
 
