@@ -9,6 +9,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -63,7 +64,8 @@ def save_until_killed(plan: Plan) -> None:
     torch.set_num_threads(1)
     if plan.size > 1:
         store = dist.FileStore(plan.store, plan.size)
-        dist.init_process_group("gloo", store=store, rank=plan.rank, world_size=plan.size)
+        options = {"rank": plan.rank, "world_size": plan.size, "timeout": timedelta(seconds=30)}
+        dist.init_process_group("gloo", store=store, **options)
     model, optimizer = small_model(0.0)
     if plan.size > 1:
         from torch.distributed.fsdp import fully_shard

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -52,7 +53,7 @@ class Workspace:
 
     @contextmanager
     def start(self, cp: int, *arguments: str) -> Iterator[subprocess.Popen[str]]:
-        """Start torchrun; at the end it and its workers are killed, if they are still there."""
+        """Start torchrun; at the end, or when its time is over, it and its workers are killed if still there."""
         launcher = subprocess.Popen(
             [sys.executable, *arguments],
             cwd=self.root / f"cp{cp}",
@@ -61,12 +62,13 @@ class Workspace:
             stderr=subprocess.DEVNULL,
             text=True,
         )
+        watchdog = threading.Timer(TIMEOUT, end_all, [launcher])
+        watchdog.start()
         try:
             yield launcher
         finally:
-            workers = workers_of(launcher)
-            launcher.kill()
-            end(workers)
+            watchdog.cancel()
+            end_all(launcher)
             launcher.communicate(timeout=TIMEOUT)
 
     def directory(self, name: str) -> Path:
@@ -91,6 +93,12 @@ def workers_of(launcher: subprocess.Popen[str]) -> list[int]:
         return [int(pid) for pid in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
     except OSError:  # it has ended
         return []
+
+
+def end_all(launcher: subprocess.Popen[str]) -> None:
+    workers = workers_of(launcher)
+    launcher.kill()
+    end(workers)
 
 
 def end(workers: list[int]) -> None:
