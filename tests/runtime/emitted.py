@@ -16,6 +16,7 @@ from cpgen.plan import Plan, Probe
 from cpgen.plan_loader import load_plan
 from cpgen.probes import build_inputs
 from cpgen.resources import shipped_plans
+from cpgen.source import SourceTree
 from cpgen.verify.case import Reference
 from cpgen.verify.float64 import to_float64
 from cpgen.verify.models import build_model, load_package, load_reference, randomise
@@ -24,6 +25,7 @@ ROOT = Path(__file__).parents[2]
 TINY = f"{ROOT}/tests/models/transformer_tiny.py:TinyTransformer2DModel"
 CAUSAL = f"{ROOT}/tests/models/transformer_causal.py:CausalTransformer2DModel"
 TINY_PLAN = ROOT / "tests/models/tiny.yaml"
+_DIFFUSERS = SourceTree()  # read and parsed once: nothing writes there
 _PLANS = {TINY: TINY_PLAN, CAUSAL: ROOT / "tests/models/causal.yaml"}
 
 
@@ -53,7 +55,8 @@ def shipped() -> list[Any]:
 
 def emit(out: Path, model: str, cp: int, strategy: str = "ulysses", **options: Any) -> Emitted:
     options.setdefault("plan", _PLANS.get(model))
-    package = generate(Request(model, cp, strategy, **options), out)
+    tree = None if ":" in model else _DIFFUSERS
+    package = generate(Request(model, cp, strategy, **options), out, tree)
     for name, text in package.files.items():
         path = out / package.name / name
         path.parent.mkdir(parents=True, exist_ok=True)

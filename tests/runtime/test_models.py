@@ -13,14 +13,16 @@ from typing import Any
 
 import pytest
 import torch
+from torch._dynamo.exc import Unsupported
 
 from cpgen.plan import Probe
 from cpgen.strategy import STRATEGIES
 from cpgen.verify.case import DDP
+from cpgen.verify.models import build_model, load_reference
 from cpgen.verify.pool import WorkerPool
 from cpgen.verify.run import PackageToVerify, verify
 
-from .emitted import emit, shipped
+from .emitted import emit, inputs_of, shipped
 from .model_cases import compiled
 
 SHIPPED = shipped()
@@ -50,11 +52,12 @@ EIGHT = [
 def by_model(names: Iterable[str]) -> pytest.MarkDecorator:
     """One worker of `pytest -n` runs all of a model's tests, and so computes its references once."""
     wanted = set(names)
-    models = [model for model in SHIPPED if model.values[0] in wanted]
-    return pytest.mark.parametrize(
-        "model",
-        [pytest.param(*model.values, marks=[*model.marks, pytest.mark.xdist_group(model.values[0])]) for model in models],
-    )
+    models = []
+    for model in SHIPPED:
+        (name,) = model.values
+        if name in wanted:
+            models.append(pytest.param(name, marks=[*model.marks, pytest.mark.xdist_group(name)]))
+    return pytest.mark.parametrize("model", models)
 
 
 @pytest.mark.parametrize("cp", [2, 4])
@@ -92,6 +95,15 @@ def test_each_compiles_to_one_graph(tmp_path: Path, pool: WorkerPool, model: str
         assert forward <= 1e-5
         assert backward <= 1e-5
         assert graphs == 1
+
+
+@by_model(sorted(NOT_COMPILED))
+def test_upstream_itself_does_not_compile_to_one_graph(tmp_path: Path, model: str) -> None:
+    emitted = emit(tmp_path, model, 2)
+    reference = build_model(load_reference(emitted.reference), emitted.probe(), 0, torch.float32)
+    whole = torch.compile(reference, fullgraph=True, backend="eager")
+    with pytest.raises(Unsupported, match=r"(?i)data-dependent"):
+        whole(**inputs_of(emitted.probe(), torch.float32))
 
 
 def _emit(out: Path, model: str, cp: int, strategies: list[str], **options: Any) -> PackageToVerify:

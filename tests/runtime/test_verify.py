@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import math
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,8 +21,10 @@ from cpgen.verify.compare import compare_gradients, compare_outputs, named_tenso
 from cpgen.verify.models import randomise
 from cpgen.verify.pool import WorkerPool
 from cpgen.verify.run import PackageToVerify, Result, verify
+from tests.preloaded import PRELOADED
 
 from . import verify_packages as packages
+from .emitted import ROOT
 from .verify_packages import GATHER, SHARD_HIDDEN, SHARD_ROPE, WAN_CONFIG, WAN_PER_TOKEN, WAN_PROBE
 
 IF_BOUND = 'if type(cp).__name__ in ("Region", "AttentionSite"): '
@@ -229,6 +233,14 @@ def open_files_after_making_groups() -> int:
 def test_groups_that_cases_leave_behind_do_not_pile_up(pool: WorkerPool) -> None:
     counts = [pool.run(open_files_after_making_groups, world_size=2)[0] for _ in range(41)]
     assert max(counts[30:]) <= max(counts[:20])
+
+
+@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="counts threads by /proc")
+def test_what_workers_are_forked_with_imports_and_starts_no_thread() -> None:
+    script = f"for name in {PRELOADED!r}: __import__(name)\nimport os\nprint(os.listdir('/proc/self/task'))"
+    done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("'") == 2
 
 
 # What can't run is a result, never left out.
