@@ -12,6 +12,7 @@ def pool() -> Iterator[WorkerPool]:
         yield workers
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Under `pytest -n 2 --dist loadgroup` the tests of a module stay together, but for those that say otherwise."""
     for item in items:
