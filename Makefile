@@ -4,7 +4,6 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
-TEST_PROCESSES ?= 2
 
 .PHONY: demo example test check lint format table versions inferred emit bench bench-strategies clean
 
@@ -28,9 +27,8 @@ example: $(READY)
 	$(BIN)/cpgen export runs/wan/checkpoints --to runs/wan/exported --force
 	$(BIN)/python examples/sample_wan.py
 
-# Two processes, each with a pool of four ranks; in the order of the files, of which the shortest are last.
 test: $(READY)
-	$(BIN)/python -m pytest -q -n $(TEST_PROCESSES) --dist loadgroup --no-loadscope-reorder
+	$(BIN)/python -m pytest -q
 
 # What CI runs besides the tests.
 check: lint

@@ -50,14 +50,8 @@ EIGHT = [
 
 
 def by_model(names: Iterable[str]) -> pytest.MarkDecorator:
-    """One worker of `pytest -n` runs all of a model's tests, and so computes its references once."""
     wanted = set(names)
-    models = []
-    for model in SHIPPED:
-        (name,) = model.values
-        if name in wanted:
-            models.append(pytest.param(name, marks=[*model.marks, pytest.mark.xdist_group(name)]))
-    return pytest.mark.parametrize("model", models)
+    return pytest.mark.parametrize("model", [model for model in SHIPPED if model.values[0] in wanted])
 
 
 @pytest.mark.parametrize("cp", [2, 4])
