@@ -36,7 +36,7 @@ def summary(plans: Sequence[Plan], proofs: Sequence[Proof], version: str) -> str
     lines.append(", ".join(f"`{plan.model}`" for plan in plans if plan.model in proven) + "\n")
     missing = [f"`{plan.model}`" for plan in plans if plan.model not in proven]
     if missing:
-        reason = "Not recorded yet, or changed since; the tests run the probes of these as well"
+        reason = "Not recorded yet, or changed since; the tests run these, too, where what they require is installed"
         lines.append(f"\n{reason}: {', '.join(missing)}\n")
     return "".join(lines)
 

@@ -120,4 +120,4 @@ def test_tables() -> None:
     assert f"- `{FLUX.model}` on 0.41.0: error[CP104]: gone (flux.yaml:3:1)\n" in versions
     text = tables.summary([FLUX, WAN], known, "0.42.0")
     assert text.startswith("1 of 2 plans are proven on diffusers 0.42.0, worst errors 1.0e-07 / 3.0e-06:\n")
-    assert f"\n`{WAN.model}`\n" in text and f"run the probes of these as well: `{FLUX.model}`\n" in text
+    assert f"\n`{WAN.model}`\n" in text and f"where what they require is installed: `{FLUX.model}`\n" in text
