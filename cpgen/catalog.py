@@ -11,7 +11,7 @@ from cpgen.disk import read_package
 from cpgen.drift import find_packages
 from cpgen.native_plan import has_native_plan, native_plan
 from cpgen.package import read_plan
-from cpgen.plan import Plan, Shard
+from cpgen.plan import Gather, Plan, Shard
 from cpgen.proofs import last_proven, read_proofs
 from cpgen.source import SourceTree, exported_models
 from cpgen.strategy import EXCHANGES, STRATEGIES
@@ -61,20 +61,31 @@ def describe(plan: Plan) -> str:
     lines = [f"{plan.model}  ({plan.name}, diffusers {plan.diffusers or 'any'})"]
     for variant in plan.variants:
         lines.append(f"variant     on diffusers {variant.diffusers} it has another {', '.join(variant.replaces)}")
+    if plan.requires:
+        lines.append(f"requires    {', '.join(plan.requires)}")
+    if plan.wraps:
+        lines.append(f"wraps       {plan.wraps.attribute}, a list of {plan.wraps.model}: all that follows is theirs")
     lines.append(f"blocks      {', '.join(plan.blocks)}")
     lines.append(f"streams     {', '.join(plan.streams)}")
-    lines.append(f"region      begins {f'ahead of the loop over {plan.begin}' if plan.begin else 'with forward'}")
+    lines.append(f"region      begins {f'ahead of {plan.begin}' if plan.begin else 'with forward'}")
     for refusal in plan.refusals:
         lines.append(f"  refused   when {refusal.when}")
     for shard in plan.shards:
         lines.append(
             f"  cut       {_value(shard)}: dim {shard.dim} of {shard.ndim}, {' + '.join(shard.streams)}{_when(shard)}"
-            + (f", behind {shard.start} others" if shard.start else "")
+            + (f", without the stream's first {shard.start}" if shard.start else "")
+            + (f", where {shard.after} gives it" if shard.after else "")
+            + (f", ahead of {shard.before}" if shard.before else "")
         )
     for prefix in plan.prefixes:
         lines.append(f"  count     {prefix.variable}: leading tokens of {prefix.stream}")
     for gather in plan.gathers:
-        lines.append(f"  gather    {gather.variable}: dim {gather.dim}, {gather.stream}, behind {gather.after}")
+        place = f"behind {gather.after}" if gather.after else "where it is assigned last"
+        lines.append(
+            f"  gather    {_value(gather)}: dim {gather.dim}, {gather.stream}, {place}"
+            + (", may be None" if gather.optional else "")
+            + (", cut again by another model" if gather.cut_again else "")
+        )
     for function in plan.attention:
         lines.append(f"attention   {function.owner}")
         for site in function.sites:
@@ -83,12 +94,17 @@ def describe(plan: Plan) -> str:
                 text += "".join(f", in {blocks} over {' + '.join(streams)}" for blocks, streams in site.within)
             elif site.streams:
                 text += f" over {' + '.join(site.streams)}"
+            if site.kv:
+                text += f", keys of {' + '.join(site.kv)}"
             if site.when:
                 other = " + ".join(site.otherwise) if site.otherwise else "replicated keys, local"
                 text += f" when {site.when}, else {other}"
             if site.cache:
                 text += f", exchanged ahead of {site.cache}"
             lines.append(text)
+        for whole in function.whole:
+            for name, streams in whole.variables:
+                lines.append(f"  whole     {name}: the length of all of {' + '.join(streams)}")
         for shard in function.shards:
             lines.append(
                 f"  cut       {shard.variable}: dim {shard.dim} of {shard.ndim}, {shard.streams[0]}, behind it"
@@ -106,8 +122,8 @@ def describe(plan: Plan) -> str:
     return "\n".join(lines) + "\n"
 
 
-def _value(shard: Shard) -> str:
-    return shard.variable + "".join(f"[{step}]" for step in shard.path)
+def _value(entry: Shard | Gather) -> str:
+    return entry.variable + "".join(f"[{step}]" for step in entry.path)
 
 
 def _when(shard: Shard) -> str:

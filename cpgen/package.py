@@ -217,10 +217,13 @@ def check_probes(target: Target, plan: Plan) -> None:
             continue
         for probe in plan.probes:
             for key in getattr(probe, kind):
+                place = probe.places.get((kind, key))
+                if place and place in [finding.location for finding in findings]:
+                    continue  # of a probe's base
                 if key not in function.parameters:
                     message = f"probe '{probe.name}': '{key}' is not an argument of {target.class_name}.{name}"
-                    note = did_you_mean(key, function.parameters)
-                    findings.append(Finding("CP104", message, note=note))
+                    hint = did_you_mean(key, function.parameters)
+                    findings.append(Finding("CP104", message, place, hint=hint))
     if findings:
         raise CpgenError(findings)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from packaging.specifiers import SpecifierSet
@@ -26,6 +26,7 @@ class Probe:
     config: dict[str, Any]
     inputs: dict[str, Any]  # argument -> input spec (see cpgen/probes.py)
     before: tuple[str, ...] = ()  # methods called on both models first, such as fuse_qkv_projections
+    places: dict[tuple[str, str], Location | None] = field(default_factory=dict, compare=False)  # (section, argument)
 
 
 @dataclass(frozen=True)
@@ -185,6 +186,7 @@ class Plan:
     begin_location: Location | None = None
     diffusers_location: Location | None = None
     heads_location: Location | None = None
+    outside_location: Location | None = None
     name: str = ""  # as shown in messages and headers, e.g. plans/wan.yaml
     sha256: str = ""
     meaning: str = ""  # hash of what it says of the source: all but the version range, the probes and variants

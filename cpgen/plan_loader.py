@@ -85,6 +85,9 @@ class _Reader(TensorParallelReader):
         )
         self._streams = self._names(root, ("streams",))
         blocks = self._blocks = self._names(root, ("blocks",), dotted=True)
+        for key in ("blocks", "streams"):
+            if root.get(key) == []:
+                self._find("CP105", f"an empty list of {key}", (key,))
         region = self._mapping(("region",), required=("begin", "shard", "gather"), optional=("prefix", "refuse"))
         begin = self._mapping(("region", "begin"), required=("before",))
         return Plan(
@@ -100,12 +103,13 @@ class _Reader(TensorParallelReader):
             attention=self._each(root, ("attention",), self._function),
             refusals=tuple(map(self._refusal, self._items(region, ("region", "refuse")))),
             requires=self._names(root, ("requires",)),
-            outside=self._names(root, ("outside",)) if "outside" in root else (),
+            outside=self._names(root, ("outside",)),
             tensor_parallel=self._tensor_parallel(root, blocks),
             wraps=self._wraps(("wraps",)) if "wraps" in root else None,
             probes=self._probes(root),
             blocks_location=self._document.at(("blocks",)),
             begin_location=self._document.at(("region", "begin", "before")),
+            outside_location=self._document.at(("outside",)) if "outside" in root else None,
             diffusers_location=self._document.at(("diffusers",)) if "diffusers" in root else None,
             heads_location=self._document.at(("heads",)) if "heads" in root else None,
             name=self._document.name,
@@ -137,6 +141,8 @@ class _Reader(TensorParallelReader):
         if self._exists(("tensor_parallel",)):
             self._find("CP105", "tensor parallelism of wrapped models is not possible", path, key=True)
         attribute, model = self._name(entry, (*path, "list")), self._name(entry, (*path, "model"))
+        if model and model == self._value(("model",)):
+            self._find("CP105", f"{model} cannot be in a list of its own", (*path, "model"))
         return Wraps(attribute, model, self._document.key(path))
 
     def _shard(self, path: Path) -> Shard:
@@ -197,6 +203,8 @@ class _Reader(TensorParallelReader):
     def _prefix(self, path: Path) -> Prefix:
         variable = self._count(path[-1], path, key=True)
         stream = self._stream_list({path[-1]: self._value(path)}, path)
+        if len(stream) > 1:
+            self._find("CP105", "leading tokens are those of one stream", path)
         return Prefix(variable, stream[0] if stream else "", self._document.key(path))
 
     def _items(self, parent: dict[str, Any], path: Path) -> list[Path]:
@@ -232,8 +240,9 @@ class _Reader(TensorParallelReader):
             path, required=("call", "kind"), optional=("stream", "kv", "when", "otherwise", "layout", "cache")
         )
         kind = self._choice(entry, (*path, "kind"), KINDS)
-        within = self._within((*path, "stream")) if isinstance(entry.get("stream"), dict) else ()
-        if within:
+        by_list = isinstance(entry.get("stream"), dict)
+        within = self._within((*path, "stream")) if by_list else ()
+        if by_list:
             streams = tuple(dict.fromkeys(name for _, names in within for name in names))
         else:
             streams = self._stream_list(entry, (*path, "stream")) if "stream" in entry else ()
@@ -241,16 +250,19 @@ class _Reader(TensorParallelReader):
             self._find("CP105", "streams by list of blocks take neither 'when' nor 'kv'", (*path, "stream"), key=True)
         if kind == "cross" and "stream" in entry and "kv" not in entry:
             self._find("CP105", "cross-attention on replicated keys takes no stream", (*path, "stream"), key=True)
-        if not streams and (kind != "cross" or "kv" in entry):
+        if "kv" in entry and kind in KINDS and kind != "cross":
+            self._find(
+                "CP105", f"a {kind} site takes no kv: where keys differ it is a cross site", (*path, "kv"), key=True
+            )
+        if not streams and not by_list and (kind != "cross" or "kv" in entry):
             self._find("CP107", f"a {kind} site{' with kv' if kind == 'cross' else ''} names its stream", path)
         if "cache" in entry and kind not in ("self", "joint"):
             self._find("CP105", f"a {kind} site takes no cache: self and joint ones do", (*path, "cache"), key=True)
         if "otherwise" in entry and "when" not in entry:
             self._find("CP107", "'otherwise' needs a 'when'", (*path, "otherwise"), key=True)
-        if kind == "joint" and len(streams) < 2 and streams:
-            self._find(
-                "CP105", "a joint site names its streams in the order in which they are concatenated", (*path, "stream")
-            )
+        if kind == "joint" and max((len(names) for _, names in within), default=len(streams)) == 1:
+            message = "a joint site names its streams in the order in which they are concatenated"
+            self._find("CP105", message, (*path, "stream"))
         return Site(
             call=self._typed(entry, (*path, "call"), int, 0, lambda v: 0 <= v < 100),
             kind=kind,
@@ -267,6 +279,8 @@ class _Reader(TensorParallelReader):
     def _within(self, path: Path) -> tuple[tuple[str, tuple[str, ...]], ...]:
         """Streams of a call by the list of blocks that it runs in."""
         by_list = self._mapping(path, any_key=True)
+        if not by_list:
+            self._find("CP105", "an empty mapping: list of blocks -> streams", path)
         for name in by_list:
             if name not in self._blocks:
                 hint, note = did_you_mean(str(name), self._blocks), f"blocks of this plan: {', '.join(self._blocks)}"
@@ -278,6 +292,8 @@ class _Reader(TensorParallelReader):
     def _whole(self, path: Path) -> Whole:
         entry = self._mapping(path, required=("variables",), optional=("after", "before", "until"))
         variables = self._mapping((*path, "variables"), any_key=True)
+        if variables == {} and isinstance(entry.get("variables"), dict):
+            self._find("CP105", "an empty mapping: variable -> streams", (*path, "variables"))
         if ("after" in entry) == ("before" in entry):
             self._find("CP107", "one of 'after' and 'before' says where the lengths become whole", path)
         pairs = []
@@ -315,7 +331,13 @@ class _Reader(TensorParallelReader):
             before = self._names(entry, (*path, "before")) if "before" in entry else None
             if base is None:
                 continue
-            probe = Probe(name, base.config | config, base.inputs | inputs, base.before if before is None else before)
+            places = {
+                (section, key): self._document.key((*path, section, key))
+                for section, keys in (("config", config), ("inputs", inputs))
+                for key in keys
+            }
+            before = base.before if before is None else before
+            probe = Probe(name, base.config | config, base.inputs | inputs, before, base.places | places)
             for where, message in validate_probe(probe):
                 self._find("CP108", message, (*path, *where))
             probes.append(probe)

@@ -71,10 +71,12 @@ class Reader:
         """A list of names; `dotted` ones may be paths of names, such as blocks.image."""
         if path[-1] not in parent:
             return ()
-        names = []
+        names: list[str] = []
         for i in self._indices(parent[str(path[-1])], path):
             value = self._value((*path, i))
-            if is_name(value) or (dotted and isinstance(value, str) and all(map(is_name, value.split(".")))):
+            if value in names:
+                self._find("CP105", f"'{value}' is named twice", (*path, i))
+            elif is_name(value) or (dotted and isinstance(value, str) and all(map(is_name, value.split(".")))):
                 names.append(value)
             else:
                 self._find("CP105", f"{value!r} is not a name", (*path, i))

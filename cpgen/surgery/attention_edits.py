@@ -303,6 +303,12 @@ def _whole_edits(whole: Whole, function: Function, cp: str, findings: list[Findi
     if missing:
         return []
     first = function.assignments_of(whole.before or whole.after or "")[0]
+    last = function.assignments_of(whole.until)[-1] if whole.until else None
+    if last is not None and (last.lineno < first.lineno or (last is first and not whole.before)):
+        message = f"'{whole.until}' is assigned last at line {last.lineno}, where the lengths are not whole yet"
+        note = f"they are from '{whole.before or whole.after}' at line {first.lineno} on"
+        findings.append(Finding("CP502", message, whole.location, note=note))
+        return []
     edits: list[Edit] = []
     for name, streams in whole.variables:
         arguments = ", ".join([name, *(f'"{stream}"' for stream in streams)])
@@ -311,8 +317,7 @@ def _whole_edits(whole: Whole, function: Function, cp: str, findings: list[Findi
         code = f"{name} = {cp}.whole_length({arguments})"
         indent = function.module.indent(first)
         edits.append(Insertion(line, indent, code, reason, follows=not whole.before))
-        if whole.until:
-            last = function.assignments_of(whole.until)[-1]
+        if last is not None:
             code = f"{name} = {cp}.local_length({arguments})"
             line = (last.end_lineno or last.lineno) + 1
             indent = function.module.indent(last)

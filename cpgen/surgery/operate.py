@@ -225,9 +225,8 @@ def _check_described(target: Target, plan: Plan, functions: list[Function], find
     for name in plan.outside:
         if name not in target.module.definitions:
             hint = did_you_mean(name, target.module.definitions)
-            findings.append(
-                Finding("CP104", f"'outside' names '{name}', which is not in {target.module.label}", hint=hint)
-            )
+            message = f"'outside' names '{name}', which is not in {target.module.label}"
+            findings.append(Finding("CP104", message, plan.outside_location, hint=hint))
 
 
 def _no_owner(entry: AttentionFunction, main: SourceModule, read: list[SourceModule], tree: SourceTree) -> Finding:

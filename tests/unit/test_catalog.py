@@ -97,7 +97,18 @@ def test_plan_in_words_names_all_of_it(path: Path) -> None:
     text = describe(plan)
     for shard in plan.shards:
         assert f"cut       {shard.variable}" in text
-        assert shard.start is None or f"behind {shard.start} others" in text
+        assert shard.start is None or f"without the stream's first {shard.start}" in text
+        assert shard.after is None or f"where {shard.after} gives it" in text
+        assert shard.before is None or f"ahead of {shard.before}" in text
+    for gather in plan.gathers:
+        place = f"behind {gather.after}" if gather.after else "where it is assigned last"
+        (line,) = [line for line in text.splitlines() if f"gather    {gather.variable}" in line and place in line]
+        assert ("may be None" in line) == gather.optional and ("cut again" in line) == gather.cut_again
+    for function in plan.attention:
+        assert all(f"keys of {' + '.join(site.kv)}" in text for site in function.sites if site.kv)
+        assert all(f"whole     {name}: " in text for whole in function.whole for name, _ in whole.variables)
+    assert plan.wraps is None or f"wraps       {plan.wraps.attribute}, a list of {plan.wraps.model}" in text
+    assert all(f"requires    {name}" in text for name in plan.requires[:1])
     for shard in [shard for function in plan.attention for shard in function.shards]:
         assert f"cut       {shard.variable}" in text
     for name in (*plan.blocks, *plan.streams, *(f.owner for f in plan.attention), *(p.name for p in plan.probes)):

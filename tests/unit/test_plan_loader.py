@@ -100,6 +100,8 @@ def test_shipped_plans_load(path) -> None:  # type: ignore[no-untyped-def]
         ("[blocks, more]", "[blocks, 'a..b']", "CP105", "'a..b' is not a name", 4, 18),
         ("[blocks, more]", "[blocks, 'a.b()']", "CP105", "'a.b()' is not a name", 4, 18),
         ("[blocks, more]", "blocks", "CP105", "expected a list", 4, 9),
+        ("[blocks, more]", "[]", "CP105", "an empty list of blocks", 4, 9),
+        ("[blocks, more]", "[blocks, more, blocks]", "CP105", "'blocks' is named twice", 4, 24),
         ("[text, latent]\nregion", "[text, latent, 'a\"; x']\nregion", "CP105", "is not a name", 5, 25),
         ("[text, latent]\nregion", "[text, latent, lambda]\nregion", "CP105", "'lambda' is not a name", 5, 25),
         ("{before: blocks}", "{after: blocks}", "CP103", "unknown key 'after'", 7, 11),
@@ -123,6 +125,7 @@ def test_shipped_plans_load(path) -> None:  # type: ignore[no-untyped-def]
         ("optional: true", "optional: 1", "CP105", "1 is not a valid optional (bool)", 10, 77),
         ("{frames: latent}", "{'a b': latent}", "CP105", "'a b' is not a number of tokens", 11, 12),
         ("{frames: latent}", "{frames: image}", "CP105", "unknown stream 'image'", 11, 20),
+        ("{frames: latent}", "{frames: [text, latent]}", "CP105", "tokens are those of one stream", 11, 20),
         ("ndim: 3, stream: latent}\natt", "ndim: 3, stream: [text, latent]}\natt", "CP105", "one stream", 13, 56),
         ("after: proj_out, ", "after: 3, ", "CP105", "3 is not a name", 13, 21),
         ("after: proj_out, ", "cut_again: x, ", "CP105", "'x' is not a valid cut_again (bool)", 13, 25),
@@ -134,9 +137,12 @@ def test_shipped_plans_load(path) -> None:  # type: ignore[no-untyped-def]
         ("kind: self", "kind: joint", "CP105", "a joint site names its streams in the order", 17, 38),
         ("kind: self", "kind: cross", "CP105", "takes no stream", 17, 30),
         ("when: x is None, ", "", "CP107", "'otherwise' needs a 'when'", 17, 45),
+        ("when: x is None, ", "when: x is None, kv: text, ", "CP105", "a self site takes no kv", 17, 62),
+        ("stream: latent, when: x is None, otherwise: text", "stream: {}", "CP105", "an empty mapping", 17, 37),
         ("layout: BHSD", "layout: BSDH", "CP105", "'BSDH' is not one of BSHD, BHSD", 17, 87),
         ("stream: latent, kv", "kv", "CP107", "a cross site with kv names its stream", 19, 13),
         ("before: mask, ", "before: mask, after: n, ", "CP107", "one of 'after' and 'before'", 21, 9),
+        ("{n: latent, m: [text, latent]}", "{}", "CP105", "an empty mapping: variable -> streams", 21, 21),
         ("{n: latent", "{n-1: latent", "CP105", "'n-1' is not a variable's name", 21, 22),
         ("[Refiner]", "[Refiner, 7]", "CP105", "7 is not a name", 23, 20),
         ("name: a-1.b", "name: '../x'", "CP105", "'../x' is not a valid name (str)", 25, 11),
@@ -226,6 +232,7 @@ def test_a_model_that_holds_a_list_of_models() -> None:
         ("{list: nets, model: Inner}", "nets", "expected a mapping"),
         ("list: nets", "list: 'nets[0]'", "'nets[0]' is not a name"),
         ("model: Inner", "model: 'Inner()'", "'Inner()' is not a name"),
+        ("model: Inner", "model: Model", "Model cannot be in a list of its own"),
         ("outside:", "tensor_parallel: {}\noutside:", "tensor parallelism of wrapped models is not possible"),
     ],
 )
@@ -236,6 +243,19 @@ def test_wrappers_that_cannot_be(old: str, new: str, message: str) -> None:
 BY_LIST = FULL.replace("blocks: [blocks, more]", "blocks: [blocks, more.image]").replace(
     "stream: latent, when: x is None, otherwise: text", "stream: {blocks: latent, more.image: [text, latent]}"
 )
+
+
+def test_a_joint_site_that_is_one_in_no_list() -> None:
+    text = BY_LIST.replace("kind: self", "kind: joint").replace("more.image: [text, latent]", "more.image: text")
+    (found,) = findings(text)
+    assert found.message.startswith("a joint site names its streams in the order")
+
+
+def test_places_of_a_probes_arguments() -> None:
+    plan = load_plan(FULL + "  - {name: more, base: a-1.b, config: {layers: 1}}\n", "made.yaml")
+    lines = [{key: place.line for key, place in probe.places.items() if place} for probe in plan.probes]
+    first = {("config", "heads"): 26, ("config", "nested"): 26, ("inputs", "hidden"): 27}
+    assert lines == [first, first | {("config", "layers"): 29}]
 
 
 def test_streams_by_the_list_of_blocks() -> None:
@@ -252,7 +272,7 @@ def test_streams_by_the_list_of_blocks() -> None:
         ("{blocks: latent, more", "{block: latent, more", "CP105", "'block' is none of the plan's blocks", 38),
         ("{blocks: latent, more", "{blocks: laten, more", "CP105", "unknown stream 'laten'", 46),
         ("{blocks: latent, more", "{blocks: [], more", "CP105", "an empty list of streams", 46),
-        ("{blocks: latent, more.image: [text, latent]}", "{}", "CP105", "unknown stream {}", 37),
+        ("{blocks: latent, more.image: [text, latent]}", "{}", "CP105", "an empty mapping: list of blocks", 37),
         ("layout: BHSD}\n  Two", "when: x is None}\n  Two", "CP105", "take neither 'when' nor 'kv'", 29),
         ("kind: self", "kind: cross", "CP105", "takes no stream", 30),
     ],

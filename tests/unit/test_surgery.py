@@ -702,6 +702,14 @@ def test_class_of_diffusers_refuses_hooks(tmp_path: Path) -> None:
             },
             "CP104 Processor.__call__ does not assign 'n'",
         ),
+        (
+            "",
+            {
+                "sites": "{sites: [{call: 0, kind: self, stream: latent}],"
+                " whole: [{variables: {query: latent}, after: out, until: out}]}"
+            },
+            "CP502 'out' is assigned last at line 7, where the lengths are not whole yet",
+        ),
         ("", {"outside": "[Nothing]"}, "CP104 'outside' names 'Nothing'"),
         (
             FORWARD.replace("(hidden_states)\n    return", "(hidden_states); print()\n    return"),
