@@ -210,7 +210,7 @@ def default_heads(target: Target, plan: Plan) -> int | None:
 
 def check_probes(target: Target, plan: Plan) -> None:
     """Raise CpgenError for names in probes that the constructor or forward does not have."""
-    findings = []
+    findings: list[Finding] = []
     for kind, name in (("config", "__init__"), ("inputs", "forward")):
         function = method(target.module, target.node, name)
         if function is None or function.node.args.kwarg is not None:
