@@ -18,12 +18,26 @@ from cpgen.surgery.functions import Function, attention_function, may_be_causal,
 from cpgen.target import Target
 
 LATENT, TEXT = "hidden_states", "encoder_hidden_states"  # diffusers' names for the two usual streams
+_LABEL = " (_cp_plan)"  # behind the file, as the plan's name
 _WRITTEN_OUT = ("softmax", "MultiheadAttention", "flash_attn_func", "flash_attn_varlen_func", "flex_attention")
 _TEXT_WORDS = ("encoder", "context", "txt", "text", "cap")
 
 
 def has_native_plan(target: Target) -> bool:
     return _plan_node(target) is not None
+
+
+def is_native(plan: Plan) -> bool:
+    """Whether it was read from a class's own `_cp_plan`."""
+    return plan.name.endswith(_LABEL)
+
+
+def other_plan(model: str) -> str:
+    """What to do for a class that has no plan which can be emitted."""
+    return (
+        f"cpgen plan infer --model {model} --write FILE finds one where it can; else write one (docs/plans.md). "
+        "Then emit with --plan FILE"
+    )
 
 
 def native_plan(target: Target, tree: SourceTree) -> Plan:
@@ -54,7 +68,7 @@ def native_plan(target: Target, tree: SourceTree) -> Plan:
         gathers=tuple(reader.gathers),
         attention=attention,
         outside=tuple(reader.local_owners),
-        name=f"{target.module.label} (_cp_plan)",
+        name=f"{target.module.label}{_LABEL}",
         sha256=target.module.sha256,
     )
 
@@ -79,8 +93,8 @@ class _Reader:
     local_owners: list[str] = field(default_factory=list)
 
     def find(self, node: ast.AST, message: str) -> None:
-        help_ = "write a plan file instead, and pass --plan FILE"
-        self.findings.append(Finding("CP111", message, self.target.module.location(node), help=help_))
+        place = self.target.module.location(node)
+        self.findings.append(Finding("CP111", message, place, help=other_plan(self.target.spec)))
 
     def read(self, node: ast.Dict) -> None:
         outputs = []

@@ -15,7 +15,7 @@ import cpgen
 from cpgen import resources
 from cpgen.constructor import whole_number_defaults
 from cpgen.diagnostics import CpgenError, Finding, did_you_mean, fail
-from cpgen.native_plan import has_native_plan, native_plan
+from cpgen.native_plan import has_native_plan, is_native, native_plan, other_plan
 from cpgen.plan import Plan
 from cpgen.plan_loader import load_plan
 from cpgen.plan_reader import is_name
@@ -74,7 +74,13 @@ def generate(request: Request, out: Path, tree: SourceTree | None = None) -> Pac
     _check_package_name(name)
     strategy = _strategy(request, target, plan)
     runtime = "._runtime" if request.vendor_runtime else "cpgen.runtime"
-    operation = operate(target, plan, strategy.exchange, runtime, tree)
+    try:
+        operation = operate(target, plan, strategy.exchange, runtime, tree)
+    except CpgenError as error:
+        if not is_native(plan):
+            raise
+        instead = fail("CP111", f"{target.class_name}'s own _cp_plan cannot be emitted", help=other_plan(target.spec))
+        raise CpgenError(error.findings + instead.findings) from None
     recorded = _recorded(request, target, out)
     command = _command(recorded, name, target)
     if not command.isprintable():
@@ -107,8 +113,7 @@ def find_plan(target: Target, path: Path | None, tree: SourceTree) -> Plan:
             "CP110",
             f"no plan for {target.class_name}",
             note="it is not shipped, and the class has no _cp_plan of its own",
-            help=f"cpgen plan infer --model {target.spec} finds one where it can; else write one (docs/plans.md). Then "
-            "pass --plan FILE",
+            help=other_plan(target.spec),
         )
     plan = plan.on(diffusers_version(tree))
     check_version(target, plan, tree)

@@ -284,7 +284,7 @@ def test_entry_that_has_no_counterpart(tmp_path: Path, entry: str, message: str,
     assert place is not None and place.file == "third_party.py" and place.text == f"        {entry},"
     if source is not None:
         assert place.text[place.column - 1 : place.column - 1 + place.width] == source
-    assert found.help == "write a plan file instead, and pass --plan FILE"
+    assert found.help and ":Model --write FILE finds one where it can; else write one" in found.help
 
 
 def test_result_that_is_not_a_variable(tmp_path: Path) -> None:
