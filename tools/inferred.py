@@ -41,9 +41,14 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(model, file=sys.stderr, flush=True)
         record[model] = {"diffusers": installed_version("diffusers"), **outcome(model, plans[model])}
         print(f"  {record[model]}", file=sys.stderr, flush=True)
-        kept = {name: record[name] for name in sorted(record) if name in plans}
-        RECORD.write_text(json.dumps(kept, indent=2) + "\n", "utf-8")
-    replace_section(ROOT / "docs/models.md", "inferred", table(record))
+        write(record, plans)
+    write(record, plans)
+
+
+def write(record: Mapping[str, Mapping[str, str]], plans: Mapping[str, Path]) -> None:
+    kept = {name: record[name] for name in sorted(record) if name in plans}
+    RECORD.write_text(json.dumps(kept, indent=2) + "\n", "utf-8")
+    replace_section(ROOT / "docs/models.md", "inferred", table(kept, len(plans)))
 
 
 def outcome(model: str, path: Path) -> dict[str, object]:
@@ -68,12 +73,15 @@ def outcome(model: str, path: Path) -> dict[str, object]:
     return {"found": "no", "why": f"{first.message}{where}{note}"}
 
 
-def table(record: Mapping[str, Mapping[str, str]]) -> str:
+def table(record: Mapping[str, Mapping[str, str]], plans: int) -> str:
+    """What was tried, and of how many `plans` that are shipped."""
     count = {kind: sum(each["found"] == kind for each in record.values()) for kind in ("same", "other", "no")}
     version = ", ".join(sorted({each["diffusers"] for each in record.values()}))
     lines = [
         f"diffusers {version}: {count['same'] + count['other']} of {len(record)} found and proven, "
-        f"{count['same']} of them as shipped, {count['other']} in other words.\n",
+        f"{count['same']} of them as shipped, {count['other']} in other words."
+        + (f" {plans - len(record)} more plans have not been tried yet." if plans > len(record) else "")
+        + "\n",
         "\n| model | found | |\n| --- | --- | --- |\n",
     ]
     words = {"same": "as shipped", "other": "in other words", "no": "no"}
