@@ -31,6 +31,9 @@ def infer_command(model: str, probes: Path | None, write: Path | None, draft: Pa
     """
     check_installed("plan infer")
     for path in (write, draft):
+        if path is not None and (path.is_dir() or not path.parent.is_dir()):  # now, and not when a plan is lost by it
+            missing = "is a directory" if path.is_dir() else f"{path.parent.as_posix()} is no directory"
+            raise fail("CP404", f"cannot write {path.as_posix()}: {missing}")
         if path is not None and path.exists() and not force:
             raise fail("CP404", f"{path} exists", help="choose another name, or replace it with --force")
     from cpgen.infer.draft import plan_text
