@@ -63,6 +63,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     for gather in plan.gathers:
         after = {} if gather.after is None else {"after": gather.after}
         entry = {**after, "dim": gather.dim, "ndim": gather.ndim, "stream": gather.stream}
+        entry |= {name: True for name in ("optional", "cut_again") if getattr(gather, name)}
         yield f"    {_variable(gather)}: {_inline(entry)}"
     yield from ("", "attention:")
     for function in plan.attention:

@@ -103,9 +103,8 @@ def _place(
     last = forward.last_assignment(variable)
     if last is None or last.lineno < course.begin.lineno:
         return None
-    behind = forward.top_statement_of(last).end_lineno or 0
     changes_later = any(leaf.variable == variable for later in base.snapshots[number + 1 :] for leaf in later.tensors)
-    return (None, last.lineno) if behind < snapshot.line and not changes_later else None
+    return None if changes_later else (None, last.lineno)
 
 
 def _called(statement: ast.Assign) -> str | None:

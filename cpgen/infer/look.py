@@ -16,6 +16,7 @@ from cpgen.infer.mixing import Mixing, Token, find_mixing
 from cpgen.infer.streams import Carrier, Streams, find_streams
 from cpgen.infer.watch import RETURNED, AttentionCall, Change, Leaf, Record, Watcher
 
+MAIN = "latent"  # the stream that leaves last
 _TEXT = ("text", "txt", "encoder", "context", "caption", "prompt", "cap_")
 
 
@@ -194,7 +195,7 @@ def _gaps(base: Record, streams: Streams, cut: frozenset[int]) -> set[int]:
 
 
 def _names(streams: Streams, cut: frozenset[int], exits: tuple[Exit, ...]) -> dict[int, str]:
-    """A name for each stream: latent for the one that leaves last, then by the variables that carry it."""
+    """A name for each stream: `MAIN`, or one by the variables that carry it."""
     main = exits[-1].stream if exits else min(cut, default=-1)
     names: dict[int, str] = {}
     for stream in sorted(cut, key=lambda number: number != main):
@@ -202,7 +203,7 @@ def _names(streams: Streams, cut: frozenset[int], exits: tuple[Exit, ...]) -> di
         variables = sorted({carrier.leaf.variable for carrier in carriers}, key=lambda name: "hidden" not in name)
         variable = variables[0] if variables else "tokens"
         text = any(word in name for name in variables for word in _TEXT)
-        name = "latent" if stream == main else "text" if text else variable.removesuffix("_hidden_states")
+        name = MAIN if stream == main else "text" if text else variable.removesuffix("_hidden_states")
         names[stream] = name if name not in names.values() else variable
     for stream in range(len(streams.lengths)):
         names.setdefault(stream, f"whole_{stream}")

@@ -8,7 +8,7 @@ from typing import Any
 from cpgen.diagnostics import Finding
 from cpgen.infer.course import Course
 from cpgen.infer.exits import Exit
-from cpgen.infer.look import Cut, Look
+from cpgen.infer.look import MAIN, Cut, Look
 from cpgen.infer.sites import attention_entries
 from cpgen.infer.watch import Leaf
 from cpgen.plan import Gather, Plan, Prefix, Probe, Shard
@@ -117,32 +117,25 @@ def _prefixes(looks: Sequence[Look]) -> tuple[Prefix, ...]:
 def _gathers(looks: Sequence[Look], course: Course, findings: list[Finding]) -> tuple[Gather, ...]:
     """What forward returns as it is, put together; else the last variable with a row a token in all probes."""
     possible = [{exit.key: exit for exit in look.exits} for look in looks]
-    common = [key for key in possible[-1] if all(key in each for each in possible)] if possible else []
-    returned = [key for key in common if all(each[key].returned for each in possible)]
-    main = [key for key in common if key not in returned and key[-1] not in {key[-1] for key in returned}]
-    chosen = list(returned)
-    if main and not any(key[-1] == "latent" for key in returned):
-        latest = max(main, key=lambda key: possible[-1][key].line)
-        chosen.append(latest)
+    exits = {key: exit for each in possible for key, exit in each.items()}
+    chosen = [key for key in exits if all(each[key].returned for each in possible if key in each)]
+    if not any(key[-1] == MAIN for key in chosen):
+        common = [key for key in exits if key[-1] == MAIN and all(key in each for each in possible)]
+        chosen += sorted(common, key=lambda key: exits[key].line)[-1:]
     if not chosen:
         place = course.forward.module.location(course.begin)
         message = "no statement behind the blocks leaves a variable with one row a token in all probes"
         findings.append(Finding("CP603", message, place))
-    return tuple(_gather(possible, key) for key in _one_a_variable(chosen, possible[-1]))
+    latest = {(key[0], key[1]): key for key in sorted(chosen, key=lambda key: exits[key].line)}
+    return tuple(_gather(exits[key], optional=any(key not in each for each in possible)) for key in latest.values())
 
 
-def _one_a_variable(keys: list[Key], exits: Mapping[Key, Exit]) -> list[Key]:
-    """Of several for one variable, the last."""
-    latest: dict[Pattern, Key] = {}
-    for key in sorted(keys, key=lambda key: exits[key].line):
-        latest[key[0], key[1]] = key
-    return list(latest.values())
-
-
-def _gather(possible: Sequence[Mapping[Key, Exit]], key: Key) -> Gather:
-    exit = possible[-1][key]
+def _gather(exit: Exit, optional: bool) -> Gather:
+    """Lists are what ControlNets return: another model cuts them again, which is right for any other use, too."""
     path = tuple("*" if isinstance(step, int) else step for step in exit.path)
-    return Gather(exit.variable, path, exit.dim, exit.ndim, exit.name, exit.after)
+    return Gather(
+        exit.variable, path, exit.dim, exit.ndim, exit.name, exit.after, optional=optional, cut_again=bool(path)
+    )
 
 
 def _heads(looks: Sequence[Look], configs: Sequence[Mapping[str, Any]]) -> str | None:

@@ -116,6 +116,24 @@ def test_behind_the_last_gather_tokens_may_mix(tmp_path: Path) -> None:
     assert [(gather.variable, gather.after) for gather in plan.gathers] == [("hidden_states", "proj_out")]
 
 
+def test_tensors_that_leave_in_a_list_are_gathered_there(tmp_path: Path) -> None:
+    """As a ControlNet's, with a last statement that hands on what it has."""
+    head, end = TINY.split("        for block in self.blocks:\n")
+    loop, _ = end.split("        hidden_states = self.proj_out(")
+    text = (
+        f"{head}        samples = ()\n        for block in self.blocks:\n{loop.rstrip()}\n"
+        "            samples = (*samples, hidden_states)\n"
+        "        samples = [self.proj_out(sample) for sample in samples]\n"
+        "        samples = None if len(samples) == 0 else samples\n"
+        "        return (samples,)\n"
+    )
+    plan, findings = found_in(tmp_path, text, replace(SMALL, config={"num_layers": 2}))
+    assert findings == []
+    (gather,) = plan.gathers
+    assert (gather.variable, gather.path, gather.after, gather.dim) == ("samples", ("*",), None, 1)
+    assert gather.cut_again
+
+
 def test_a_permutation_of_tokens_is_reported(tmp_path: Path) -> None:
     head, _ = PLACES["self-attention"]
     _, findings = found_in(tmp_path, TINY.replace(head, f"{head}        hidden_states = hidden_states.flip(1)\n"))
