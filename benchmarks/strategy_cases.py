@@ -96,13 +96,13 @@ def _timed(strategy: Strategy, call: Attention) -> Times:
 def _site(strategy: Strategy, call: Attention) -> tuple[AttentionSite, int]:
     """A site of a model that is bound to the whole world, and the tokens of this rank."""
     bound = binding(strategy.ulysses_degree, strategy.load_balance)
-    bound.region = Region(bound)
-    bound.region.lengths["latent"] = call.tokens
+    bound.latest.region = Region(bound)
+    bound.latest.region.lengths["latent"] = call.tokens
     module = torch.nn.Identity()
     setattr(module, ATTRIBUTE, bound)
     site = attention_site(module, "latent")
     assert isinstance(site, AttentionSite)
-    return site, bound.region.part_sizes("latent")[bound.cp.rank]
+    return site, bound.latest.region.part_sizes("latent")[bound.cp.rank]
 
 
 def _attention(strategy: Strategy, site: AttentionSite, tensors: list[Tensor], causal: bool = False) -> Tensor:

@@ -11,6 +11,9 @@ import yaml
 from cpgen.plan import Gather, Plan, Shard, Site, Whole
 
 
+ENTRIES = {"streams": "stream", "shards": "shard", "prefixes": "prefix", "gathers": "gather", "refusals": "refuse"}
+
+
 def plan_text(plan: Plan, comment: str) -> str:
     """`plan` as the text of a plan file, under `comment`."""
     return "\n".join([*(f"# {line}".rstrip() for line in comment.splitlines()), *_lines(plan)]) + "\n"
@@ -24,9 +27,9 @@ def differences(found: Plan, written: Plan) -> set[str]:
     different = {
         name for name in ("model", "heads", "blocks", "begin") if getattr(found, name) != getattr(written, name)
     }
-    for name in ("streams", "shards", "prefixes", "gathers", "refusals"):
+    for name, one in ENTRIES.items():
         ours, theirs = ({_placeless(each) for each in getattr(plan, name)} for plan in (found, written))
-        different |= {f"{name[:-1]} {getattr(each, 'variable', each)}" for each in ours ^ theirs}
+        different |= {f"{one} {getattr(each, 'variable', each)}" for each in ours ^ theirs}
     described = {function.owner: _placeless(function) for function in written.attention}
     different |= {
         f"attention {function.owner}"

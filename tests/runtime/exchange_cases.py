@@ -57,7 +57,7 @@ def attention_errors(shape: Shape) -> tuple[float, float]:
     b = binding(shape.ulysses, shape.balanced)
     module = torch.nn.Identity()
     setattr(module, ATTRIBUTE, b)
-    region = b.region = Region(b)
+    region = b.latest.region = Region(b)
     generator = torch.Generator().manual_seed(0)
 
     def random(*size: int) -> Tensor:
@@ -209,7 +209,7 @@ def dtensor_errors(arrival: Arrival) -> tuple[float, float, str]:
     b = Binding("Model", *axes, False, (), ())
     module = torch.nn.Identity()
     setattr(module, ATTRIBUTE, b)
-    region = b.region = Region(b)
+    region = b.latest.region = Region(b)
     generator = torch.Generator().manual_seed(0)
     whole = [torch.randn(2, 8, 4, 4, generator=generator, dtype=torch.float64) for _ in range(4)]
     leaves, weights = [x.requires_grad_() for x in whole[:3]], whole[3].detach()
@@ -262,7 +262,7 @@ def dtensor_errors(arrival: Arrival) -> tuple[float, float, str]:
 def leading_tokens_errors(lead: int, tokens: int, balanced: bool) -> tuple[float, float]:
     """`lead` tokens ahead of a stream, to whose others something is added that lacks them: cut, added, gathered."""
     b = binding(1, balanced)
-    region = b.region = Region(b)
+    region = b.latest.region = Region(b)
     generator = torch.Generator().manual_seed(0)
     x, added, weights = (
         torch.randn(2, n, 3, generator=generator, dtype=torch.float64).requires_grad_()
@@ -288,7 +288,7 @@ def cut_errors(tokens: int, other: int, balanced: bool) -> tuple[str, str, str]:
     b = binding(1, balanced)
     module = torch.nn.Identity()
     setattr(module, ATTRIBUTE, b)
-    region = b.region = Region(b)
+    region = b.latest.region = Region(b)
     x = torch.randn(2, tokens, generator=torch.Generator().manual_seed(0))
     expected = region.shard(x, "x", dim=1, ndim=2, stream="latent")
 
@@ -306,7 +306,7 @@ def cut_errors(tokens: int, other: int, balanced: bool) -> tuple[str, str, str]:
 def gather_within_errors() -> tuple[float, float]:
     """A mean over all tokens in mid-network: gather_within, the operation, and cut again."""
     b = binding(1)
-    region = b.region = Region(b)
+    region = b.latest.region = Region(b)
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(2, 7, 3, generator=generator, dtype=torch.float64).requires_grad_()
     scale = torch.randn(3, generator=generator, dtype=torch.float64).requires_grad_()

@@ -29,7 +29,7 @@ def site_of(tokens: int, ulysses: int, layout: str = "BHSD", balanced: bool = Fa
     b = binding(ulysses, balanced)
     module = torch.nn.Identity()
     setattr(module, ATTRIBUTE, b)
-    region = b.region = Region(b)
+    region = b.latest.region = Region(b)
     region.lengths["latent"] = tokens
     site = attention_site(module, "latent", layout=layout)
     assert isinstance(site, AttentionSite)
@@ -213,7 +213,7 @@ def odd_errors(odd: Odd, ulysses: int, outer: str | None) -> tuple[float, float]
     b = binding(ulysses)
     module = torch.nn.Identity()
     setattr(module, ATTRIBUTE, b)
-    region = b.region = Region(b)
+    region = b.latest.region = Region(b)
     generator = torch.Generator().manual_seed(0)
     lengths = (odd.queries, odd.keys, odd.keys)
     whole = [
