@@ -10,7 +10,6 @@ import yaml
 
 from cpgen.plan import Gather, Plan, Shard, Site, Whole
 
-
 ENTRIES = {"streams": "stream", "shards": "shard", "prefixes": "prefix", "gathers": "gather", "refusals": "refuse"}
 
 
