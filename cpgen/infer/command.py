@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import os
+import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import click
@@ -31,11 +32,47 @@ def infer_command(model: str, probes: Path | None, write: Path | None, draft: Pa
     """
     check_installed("plan infer")
     for path in (write, draft):
-        if path is not None and (path.is_dir() or not path.parent.is_dir()):  # now, and not when a plan is lost by it
-            missing = "is a directory" if path.is_dir() else f"{path.parent.as_posix()} is no directory"
-            raise fail("CP404", f"cannot write {path.as_posix()}: {missing}")
-        if path is not None and path.exists() and not force:
-            raise fail("CP404", f"{path} exists", help="choose another name, or replace it with --force")
+        if path is not None:
+            _check_place(path, force)
+    with _prints_on_stderr():
+        text = _proven_plan(model, probes, draft)
+    if write is None:
+        click.echo(text, nl=False)
+    else:
+        _write(write, text)
+        click.echo(write.as_posix())
+    return 0
+
+
+def _check_place(path: Path, force: bool) -> None:
+    """Raises CpgenError if a file can't be written there: before minutes of work, not behind them."""
+    name = path.as_posix()
+    if path.is_dir() or not path.parent.is_dir():
+        missing = "is a directory" if path.is_dir() else f"{path.parent.as_posix()} is no directory"
+        raise fail("CP404", f"cannot write {name}: {missing}")
+    if path.exists() and not path.is_file():  # a device, a pipe: the rename would take its place
+        raise fail("CP404", f"cannot write {name}: it is no regular file")
+    if path.exists() and not force:
+        raise fail("CP404", f"{path} exists", help="choose another name, or replace it with --force")
+    if not os.access(path.parent, os.W_OK | os.X_OK):
+        raise fail("CP404", f"cannot write {name}: {path.parent.as_posix()} may not be written to")
+
+
+@contextlib.contextmanager
+def _prints_on_stderr() -> Iterator[None]:
+    """What the model prints, here or in a worker, goes to stderr: stdout is for the plan."""
+    sys.stdout.flush()
+    kept = os.dup(1)
+    os.dup2(2, 1)
+    try:
+        with contextlib.redirect_stdout(sys.stderr):
+            yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
+
+
+def _proven_plan(model: str, probes: Path | None, draft: Path | None) -> str:
     from cpgen.infer.draft import plan_text
     from cpgen.infer.guess import guess_probes
     from cpgen.infer.inference import infer_plan
@@ -57,13 +94,7 @@ def infer_command(model: str, probes: Path | None, write: Path | None, draft: Pa
             _write(draft, plan_text(plan, "Not proven. Left open by cpgen plan infer:\n" + _sentences(problems)))
             click.echo(f"{draft}: not proven", err=True)
         raise CpgenError(problems, exit_code=1)
-    text = plan_text(plan, _proof(results, target, tree))
-    if write is None:
-        click.echo(text, nl=False)
-    else:
-        _write(write, text)
-        click.echo(write.as_posix())
-    return 0
+    return plan_text(plan, _proof(results, target, tree))
 
 
 def _read_probes(path: Path) -> tuple[Probe, ...]:
@@ -136,7 +167,7 @@ def _write(path: Path, text: str) -> None:
                 file.write(text)
             Path(staged).chmod(0o644)
             Path(staged).replace(path)
-        except OSError:
+        except BaseException:
             with contextlib.suppress(OSError):
                 Path(staged).unlink()
             raise

@@ -18,11 +18,12 @@ import torch
 from torch import nn
 
 from cpgen.diagnostics import fail
-from cpgen.infer.inference import reference_of
+from cpgen.infer.inference import class_of
+from cpgen.infer.watch import in_words
 from cpgen.plan import Probe
 from cpgen.probes import build_inputs
 from cpgen.target import Target
-from cpgen.verify.models import build_model, load_reference
+from cpgen.verify.models import build_model
 
 Spec = dict[str, Any]
 
@@ -38,7 +39,7 @@ _SIZES = ((2, 7, (3, 5, 1), (3, 6, 10)), (1, 8, (2, 4, 2), (2, 4, 8)))  # batch,
 
 def guess_probes(target: Target) -> tuple[Probe, ...]:
     """Two probes that the class runs on. Raises CpgenError, saying what is missing, if none is found."""
-    model_class = load_reference(reference_of(target))
+    model_class = class_of(target)
     config = _config(target, model_class)
     required = [name for name, each in _parameters(model_class.forward).items() if each.default is each.empty]
     settings = {name: each.default for name, each in _parameters(model_class.__init__).items()} | config
@@ -80,7 +81,7 @@ def _config(target: Target, model_class: type[nn.Module]) -> dict[str, Any]:
         try:
             with torch.device("meta"):
                 model = model_class(**config)
-        except Exception:  # some other arguments depend on those that were changed
+        except (Exception, SystemExit):  # some other arguments depend on those that were changed
             continue
         if sum(parameter.numel() for parameter in model.parameters()) <= _LARGEST:
             return config
@@ -164,9 +165,8 @@ def _values(settings: Mapping[str, Any], *names: str) -> list[int]:
 def _error_of(model: nn.Module, probe: Probe) -> str | None:
     try:
         model(**build_inputs(probe, 0))
-    except Exception as error:
-        text = str(error).splitlines()
-        return f"{type(error).__name__}: {text[0] if text else ''}"
+    except (Exception, SystemExit) as error:
+        return in_words(error)
     return None
 
 

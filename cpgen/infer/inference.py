@@ -15,12 +15,13 @@ import torch
 from packaging.version import Version
 from rich.console import Console
 from rich.progress import track
+from torch import nn
 
 from cpgen.diagnostics import CpgenError, Finding, fail
 from cpgen.infer.course import course_of, forward_of
 from cpgen.infer.look import look
 from cpgen.infer.merge import merge
-from cpgen.infer.watch import Watcher
+from cpgen.infer.watch import Refused, Watcher, in_words
 from cpgen.plan import Plan, Probe
 from cpgen.probes import build_inputs
 from cpgen.source import SourceModule, SourceTree, diffusers_version
@@ -38,7 +39,7 @@ def infer_plan(target: Target, probes: Sequence[Probe], tree: SourceTree) -> tup
     """
     forward = forward_of(target)
     with _quietly():
-        model_class = load_reference(reference_of(target))
+        model_class = class_of(target)
         module_of = _source_finder(target, tree)
         models = []
         attending: list[str] = []
@@ -47,22 +48,35 @@ def infer_plan(target: Target, probes: Sequence[Probe], tree: SourceTree) -> tup
                 model = build_model(model_class, probe, _SEED, torch.float32)
                 randomise(model, _SEED)
                 first = Watcher(model, forward, None, module_of).run(build_inputs(probe, _SEED))
-            except CpgenError:
-                raise
-            except Exception as error:
-                text = str(error).splitlines()
-                note = f"{type(error).__name__}: {text[0] if text else ''}"
-                raise fail("CP605", f"{target.class_name} does not run on probe '{probe.name}'", note=note) from error
+            except Refused as error:
+                raise _does_not_run(target, probe, str(error)) from error
+            except (Exception, SystemExit) as error:
+                raise _does_not_run(target, probe, in_words(error)) from error
             models.append(model)
             attending += [name for name in first.attending if name not in attending]
         course = course_of(forward, tuple(attending))
         looks = []
         for probe, model in _with_bar(list(zip(probes, models, strict=True))):
             watcher = Watcher(model, forward, course, module_of)
-            looks.append(look(probe.name, model, course, watcher, _inputs_of(probe)))
+            try:
+                looks.append(look(probe.name, model, course, watcher, _inputs_of(probe)))
+            except Refused as error:
+                raise _does_not_run(target, probe, f"not every time, on equal inputs: {error}") from error
     parameters = inspect.signature(model_class.__init__).parameters
     defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
     return merge(target.class_name, _versions(target, tree), course, looks, probes, defaults)
+
+
+def class_of(target: Target) -> type[nn.Module]:
+    """The class, imported. Raises CpgenError if that fails."""
+    try:
+        return load_reference(reference_of(target))
+    except (Exception, SystemExit) as error:
+        raise fail("CP605", f"{target.module.label} cannot be imported", note=in_words(error)) from error
+
+
+def _does_not_run(target: Target, probe: Probe, note: str) -> CpgenError:
+    return fail("CP605", f"{target.class_name} does not run on probe '{probe.name}'", note=note)
 
 
 def reference_of(target: Target) -> Reference:
@@ -72,7 +86,7 @@ def reference_of(target: Target) -> Reference:
     return Reference(target.module.name, target.class_name)
 
 
-def _with_bar(pairs: list[tuple[Probe, torch.nn.Module]]) -> Iterable[tuple[Probe, torch.nn.Module]]:
+def _with_bar(pairs: list[tuple[Probe, nn.Module]]) -> Iterable[tuple[Probe, nn.Module]]:
     """`pairs`, with a bar on stderr where that is a terminal."""
     console = Console(stderr=True)
     return track(pairs, "looking", console=console, transient=True, disable=not console.is_terminal)

@@ -14,7 +14,7 @@ from cpgen.infer.effects import KEY, QUERY, View, effects_of
 from cpgen.infer.exits import Exit, exits_of
 from cpgen.infer.mixing import Mixing, Token, find_mixing
 from cpgen.infer.streams import Carrier, Streams, find_streams
-from cpgen.infer.watch import RETURNED, AttentionCall, Change, Leaf, Record, Watcher
+from cpgen.infer.watch import RETURNED, AttentionCall, Change, Leaf, Record, Refused, Watcher
 
 MAIN = "latent"  # the stream that leaves last
 _TEXT = ("text", "txt", "encoder", "context", "caption", "prompt", "cap_")
@@ -55,7 +55,7 @@ class Look:
 
 
 def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs: Callable[[], dict[str, Any]]) -> Look:
-    """Run `model` on changed inputs, many times, and say what that shows."""
+    """Run `model` on changed inputs, many times, and say what that shows. Raises `Refused` if it fails unchanged."""
 
     def run(
         changes: Mapping[Leaf, Change],
@@ -64,7 +64,7 @@ def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs:
     ) -> Record | None:
         try:
             return watcher.run(inputs(), changes, operations=operations, stop_at=stop_at)
-        except (ValueError, RuntimeError, IndexError, TypeError, KeyError, AssertionError):
+        except Refused:
             return None  # the class takes no such values there
 
     base = watcher.run(inputs())

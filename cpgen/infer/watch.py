@@ -131,11 +131,16 @@ class Watcher:
         """Run forward. `changes` are made to variables where the region begins; `operations` are noted from there on,
         with those that hand Python, or a shape, a value that was made from the variables in `followed`.
 
-        Raises `Stopped` ahead of operation `stop_at`, and whatever the class raises.
+        Raises `Stopped` ahead of operation `stop_at`, and `Refused` for whatever the class raises.
         """
         run = _Run(self, changes or {}, operations, stop_at, followed)
-        with run.watching():
-            self._model(**inputs)
+        try:
+            with run.watching():
+                self._model(**inputs)
+        except Stopped:
+            raise
+        except (Exception, SystemExit) as error:
+            raise Refused(in_words(error)) from error
         return run.record
 
     def source(self, file: str) -> SourceModule | None:
@@ -166,6 +171,16 @@ class Stopped(Exception):  # noqa: N818
     def __init__(self, file: str, line: int) -> None:
         super().__init__(f"{file}:{line}")
         self.file, self.line = file, line
+
+
+class Refused(Exception):  # noqa: N818
+    """The class raised on its inputs, or on changed variables."""
+
+
+def in_words(error: BaseException) -> str:
+    """The type of an error and the first line of its message."""
+    text = str(error).splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"
 
 
 class _Run:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 import textwrap
 from dataclasses import replace
 from pathlib import Path
@@ -161,6 +164,51 @@ def test_a_probe_that_the_class_does_not_run_is_said(tmp_path: Path) -> None:
     probe = replace(SMALL, config={"text_dim": 17})
     with pytest.raises(CpgenError, match=r"CP605.*does not run on probe 'small'"):
         found_in(tmp_path, TINY, probe)
+
+
+@pytest.mark.parametrize(
+    ("line", "note"),
+    [
+        ("raise SystemExit(0)", "SystemExit: 0"),
+        (
+            "self.runs = getattr(self, 'runs', 0) + 1; assert self.runs < 2",
+            "not every time, on equal inputs: Assertion",
+        ),
+        ("self.runs = getattr(self, 'runs', 0) + 1; 1 / (self.runs < 6)", "not every time, on equal inputs: ZeroDivis"),
+    ],
+)
+def test_whatever_the_class_raises_is_said(tmp_path: Path, line: str, note: str) -> None:
+    first = "        batch, channels, height, width = hidden_states.shape\n"
+    assert first in TINY
+    with pytest.raises(CpgenError, match=rf"(?s)CP605.*does not run on probe 'small'.*{note}"):
+        found_in(tmp_path, TINY.replace(first, f"        {line}\n{first}"))
+
+
+@pytest.mark.parametrize("line", ["raise SystemExit(0)", "raise OSError('no')"])
+def test_a_file_that_cannot_be_imported_is_said(tmp_path: Path, line: str) -> None:
+    with pytest.raises(CpgenError, match=r"CP605.*transformer_made\.py cannot be imported"):
+        found_in(tmp_path, f"{TINY}\n{line}\n")
+
+
+def test_a_place_that_cannot_be_written_to_is_said_before_anything_runs(tmp_path: Path) -> None:
+    (tmp_path / "folder").mkdir()
+    os.mkfifo(tmp_path / "pipe")
+    for place in ("folder", "pipe", "missing/plan.yaml"):
+        ran = run("plan", "infer", "--model", "FluxTransformer2DModel", "--force", "--write", str(tmp_path / place))
+        assert ran.exit == 2 and "error[CP404]" in ran.err and "running" not in ran.err
+    assert (tmp_path / "pipe").is_fifo()
+
+
+def test_what_the_model_prints_is_not_in_the_plan(tmp_path: Path) -> None:
+    first = "        batch, channels, height, width = hidden_states.shape\n"
+    file = tmp_path / "made.py"
+    file.write_text(TINY.replace(first, f"        print('words of the model', flush=True)\n{first}"), "utf-8")
+    command = [sys.executable, "-m", "cpgen", "plan", "infer", "--model", f"{file}:TinyTransformer2DModel"]
+    command += ["--probes", str(MODELS / "tiny.yaml")]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert ran.returncode == 0, ran.stderr
+    assert "words of the model" in ran.stderr and ran.stdout.startswith("# TinyTransformer2DModel. Found and proven")
+    assert differences(load_plan(ran.stdout, "printed"), PLAN) == set()
 
 
 def test_probes_are_guessed_from_signatures() -> None:
