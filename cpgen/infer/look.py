@@ -211,12 +211,11 @@ def _names(streams: Streams, cut: frozenset[int], exits: tuple[Exit, ...]) -> di
 
 
 def _mixing_finding(mixing: Mixing, watcher: Watcher) -> Finding:
-    what = "decides on what runs next" if mixing.steers else "mixes the tokens of a stream"
     return Finding(
         "CP602",
-        f"{mixing.operation} {what}, outside attention",
+        f"{mixing.operation} {mixing.how}, outside attention",
         _location(mixing.file, mixing.line, watcher),
-        note="found by changing one token at a time; on ranks that hold parts of the stream it would see a part",
+        note="on ranks that hold parts of the stream it would see a part",
         help="such a class needs a plan by hand, if the operation can stand outside the region (docs/plans.md)",
     )
 

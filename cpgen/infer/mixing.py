@@ -15,6 +15,10 @@ from torch import Tensor
 from cpgen.infer.effects import change_at, changed_elements
 from cpgen.infer.watch import Change, Leaf, Record, Stopped
 
+MIXES = "mixes the tokens of a stream"
+STEERS = "decides on what runs next"
+TRAINING = "mixes the tokens of a stream in training"
+
 TOKENS = 64  # of a stream, that are changed one by one: all of a probe's, unless it is large
 
 Run = Callable[[Mapping[Leaf, Change], "int | None"], "Record | None"]
@@ -27,7 +31,7 @@ class Mixing:
     operation: str
     file: str
     line: int
-    steers: bool = False  # its result may choose what runs next
+    how: str = MIXES
 
 
 @dataclass(frozen=True)
@@ -48,11 +52,12 @@ class Token:
 def find_mixing(base: Record, tokens: Sequence[Token], run: Run, until: int) -> Mixing | None:
     """The first operation, of the first `until`, in which two of `tokens` reach one element; None if there is none.
 
-    `base` has followed the variables of all tokens: an operation that hands Python a value of theirs counts as well.
+    `base` has followed the variables of all tokens: an operation that hands Python a value of theirs counts as well,
+    and one that mixes them in training.
     """
     counts = [tuple(torch.zeros(t.shape, dtype=torch.int16) for t in outputs) for _, outputs in base.operations[:until]]
     first = min((index for index in base.deciding if index < until), default=None)
-    steers = first is not None
+    how = STEERS
     for number, token in enumerate(_chosen(tokens)):
         record = run(token.changes(seed=1000 + number), None)
         if record is None:
@@ -64,11 +69,14 @@ def find_mixing(base: Record, tokens: Sequence[Token], run: Run, until: int) -> 
                 break
             other = name != base.operations[index][0] or [o.shape for o in outputs] != [e.shape for e in expected]
             if other:
-                first, steers = index, True
+                first, how = index, STEERS
                 break
             if _add(counts[index], outputs, expected):
-                first, steers = index, False
-    return None if first is None else _located(base, first, steers, run)
+                first, how = index, MIXES
+    training = min((index for index in base.in_training if index < until), default=None)
+    if training is not None and (first is None or training < first):
+        first, how = training, TRAINING
+    return None if first is None else _located(base, first, how, run)
 
 
 def _chosen(tokens: Sequence[Token]) -> Iterable[Token]:
@@ -84,13 +92,13 @@ def _add(counts: tuple[Tensor, ...], outputs: tuple[Tensor, ...], expected: tupl
     return mixed
 
 
-def _located(base: Record, index: int, steers: bool, run: Run) -> Mixing:
+def _located(base: Record, index: int, how: str, run: Run) -> Mixing:
     name = base.operations[index][0]
     try:
         run({}, index)
     except Stopped as stopped:
-        return Mixing(name, stopped.file, stopped.line, steers)
-    return Mixing(name, "", 0, steers)
+        return Mixing(name, stopped.file, stopped.line, how)
+    return Mixing(name, "", 0, how)
 
 
 def _both(one: Change, other: Change) -> Change:

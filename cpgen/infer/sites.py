@@ -99,15 +99,20 @@ def _kind_of(seen: Seen) -> _Kind:
 
 
 def _condition(yes: list[Seen], no: list[Seen], function: Function) -> str | None:
-    """A condition on the function's arguments that holds in all of `yes` and in none of `no`."""
+    """A condition on the function's arguments that holds in all of `yes` and in none of `no`.
+
+    Of several, one on an argument that only those of `no` have, as they have more or other tokens, and it may bring
+    them. A rotary table that only self-attention gets tells the calls apart as well, but may be None some day.
+    """
+    found = []
     for parameter in function.parameters:
         if parameter in ("self", "attn"):
             continue
         of_yes = {parameter in each.call.absent for each in yes}
         of_no = {parameter in each.call.absent for each in no}
         if len(of_yes) == len(of_no) == 1 and of_yes != of_no:
-            return f"{parameter} is {'' if of_yes == {True} else 'not '}None"
-    return None
+            found.append((of_yes != {True}, f"{parameter} is {'' if of_yes == {True} else 'not '}None"))
+    return min(found, key=lambda each: each[0])[1] if found else None
 
 
 def _whole(function: Function, seen: list[Seen]) -> tuple[Whole, ...]:

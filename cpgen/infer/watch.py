@@ -26,7 +26,10 @@ from cpgen.source import SourceModule
 from cpgen.surgery.functions import Function, method
 
 # Values that leave torch: to decide on what runs next, or how large a tensor is.
-_DECIDING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_")
+_DECIDING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_", "aten.equal")
+_LEAVING = {getattr(Tensor, name): f"Tensor.{name}" for name in ("tolist", "numpy", "__array__")}  # unseen by dispatch
+_BY_BOOLS = "aten.index.Tensor"
+_IN_TRAINING = "batch_norm"  # over all tokens in training, which no probe runs
 _SHAPE_ONLY = ("_like", "new_", "sym_size")
 RETURNED = "return"  # stands for a variable: what forward returns
 Change = Callable[[Tensor], Tensor]
@@ -98,6 +101,7 @@ class Record:
     snapshots: list[Snapshot] = field(default_factory=list)
     operations: list[tuple[str, tuple[Tensor, ...]]] = field(default_factory=list)
     deciding: list[int] = field(default_factory=list)  # operations whose results, of `followed`, leave torch
+    in_training: list[int] = field(default_factory=list)  # operations on `followed` that mix tokens in training
     attending: list[str] = field(default_factory=list)  # attributes of the model whose blocks attend
 
 
@@ -212,7 +216,7 @@ class _Run:
         with ExitStack() as stack:
             for hook in self._hooks():
                 stack.callback(hook.remove)
-            stack.enter_context(_StandIn(self._attend))
+            stack.enter_context(_StandIn(self._attend, self._left_torch))
             if self._operations:
                 stack.enter_context(_Operations(self._operation))
             stack.callback(sys.settrace, before)
@@ -314,6 +318,10 @@ class _Run:
         if blocks is not None and blocks not in self.record.attending:
             self.record.attending.append(blocks)
 
+    def _left_torch(self, name: str, tensor: Tensor) -> None:
+        if self._operations:
+            self._operation(name, [tensor], [], (tensor.detach(),))
+
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self._traces[storage._cdata] = storage
@@ -321,9 +329,13 @@ class _Run:
     def _operation(self, name: str, inputs: list[Tensor], results: list[Tensor], outputs: tuple[Tensor, ...]) -> None:
         if not self._noting:
             return
-        if any(tensor.untyped_storage()._cdata in self._traces for tensor in inputs):
-            if any(word in name for word in _DECIDING):
+        followed = [tensor for tensor in inputs if tensor.untyped_storage()._cdata in self._traces]
+        if followed:
+            by_bools = name == _BY_BOOLS and any(tensor.dtype == torch.bool for tensor in followed)
+            if by_bools or name in _LEAVING.values() or any(word in name for word in _DECIDING):
                 self.record.deciding.append(len(self.record.operations))
+            if _IN_TRAINING in name:
+                self.record.in_training.append(len(self.record.operations))
             for tensor in results if not any(word in name for word in _SHAPE_ONLY) else []:
                 self._follow(tensor)
         if self._stop_at == len(self.record.operations):
@@ -336,11 +348,14 @@ class _Run:
 
 
 class _StandIn(TorchFunctionMode):
-    def __init__(self, report: Callable[[Tensor, Tensor], None]) -> None:
+    def __init__(self, report: Callable[[Tensor, Tensor], None], leaves: Callable[[str, Tensor], None]) -> None:
         super().__init__()
         self._report = report
+        self._leaves = leaves
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in _LEAVING:
+            self._leaves(_LEAVING[func], args[0])
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})

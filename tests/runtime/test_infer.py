@@ -68,6 +68,14 @@ HIDDEN = {  # X is the tensor
     "a branch on a token's value": "X = X * 2 if X[:, 0].sum() > 0 else X",
     "a shape that values decide": "X = X + X[X > 0].shape[0]",
     "a mean of a few tokens": "X = X + X[:, 1:3].mean(dim=1, keepdim=True)",
+    "a branch on a list of values": "X = X * 2 if X[0, 0].tolist()[0] > 1e9 else X",
+    "a branch on an array of values": "X = X * 2 if X.numpy().max() > 1e9 else X",
+    "a branch on equality": "X = X * 2 if torch.equal(X[:, :1], X[:, -1:]) else X",
+    "a shape that values decide, at other values": "X = X + X[X > 1e9].shape[0]",
+    "a norm that is one over tokens in training": (
+        "X = torch.nn.functional.batch_norm(X.mT, X.new_zeros(X.shape[2]), X.new_ones(X.shape[2]), "
+        "training=self.training).mT"
+    ),
     "a write by index": "X = X.index_add(1, torch.tensor([4]), X[:, :1])",
 }
 PLACES = {
@@ -150,6 +158,19 @@ def test_a_call_that_no_probe_reaches_is_reported(tmp_path: Path) -> None:
     _, findings = found_in(tmp_path, TINY.replace(old, branch + old))
     assert [finding.code for finding in findings] == ["CP604"]
     assert findings[0].location is not None and "dispatch_attention_fn(query, key, value)" in findings[0].location.text
+
+
+def test_calls_are_told_apart_by_the_argument_that_brings_tokens(tmp_path: Path) -> None:
+    text = TINY
+    for old, new in (
+        ("hidden_states, context=None, rope=None):", "hidden_states, rope=None, context=None):"),
+        ("self.norm2(hidden_states), context)", "self.norm2(hidden_states), context=context)"),
+    ):
+        assert old in text
+        text = text.replace(old, new)
+    plan, findings = found_in(tmp_path, text)
+    assert findings == []
+    assert [site.when for function in plan.attention for site in function.sites] == [None, "context is None"]
 
 
 def test_blocks_that_forward_does_not_loop_over_are_reported(tmp_path: Path) -> None:
