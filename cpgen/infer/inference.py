@@ -61,7 +61,7 @@ def infer_plan(target: Target, probes: Sequence[Probe], tree: SourceTree) -> tup
             try:
                 looks.append(look(probe.name, model, course, watcher, _inputs_of(probe)))
             except Refused as error:
-                raise _does_not_run(target, probe, f"not every time, on equal inputs: {error}") from error
+                raise _does_not_run(target, probe, f"run again, and watched: {error}") from error
     parameters = inspect.signature(model_class.__init__).parameters
     defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
     return merge(target.class_name, _versions(target, tree), course, looks, probes, defaults)
