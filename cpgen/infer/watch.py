@@ -344,7 +344,9 @@ class _Run:
                 if self._watcher.source(frame.f_code.co_filename) is not None:
                     raise Stopped(frame.f_code.co_filename, frame.f_lineno)
                 frame = frame.f_back
+        self._noting = False  # these clones are operations as well, outside of a dispatch
         self.record.operations.append((name, tuple(output.clone() for output in outputs)))
+        self._noting = True
 
 
 class _StandIn(TorchFunctionMode):
