@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpgen.infer.watch import Change, Leaf, Record
+from cpgen.infer.leaves import Change, Leaf
+from cpgen.infer.watch import Record
 
 Run = Callable[[Mapping[Leaf, Change]], "Record | None"]  # None: the class refused the changed values
 

@@ -26,7 +26,7 @@ from cpgen.plan import Plan, Probe
 from cpgen.probes import build_inputs
 from cpgen.source import SourceModule, SourceTree, diffusers_version
 from cpgen.target import Target
-from cpgen.verify.case import Reference
+from cpgen.verify.case import reference_of
 from cpgen.verify.models import build_model, load_reference, randomise
 
 _SEED = 0
@@ -77,13 +77,6 @@ def class_of(target: Target) -> type[nn.Module]:
 
 def _does_not_run(target: Target, probe: Probe, note: str) -> CpgenError:
     return fail("CP605", f"{target.class_name} does not run on probe '{probe.name}'", note=note)
-
-
-def reference_of(target: Target) -> Reference:
-    """Where `verify` imports the unmodified class from."""
-    if target.kind == "file":
-        return Reference(str(target.module.path.resolve()), target.class_name)
-    return Reference(target.module.name, target.class_name)
 
 
 def _with_bar(pairs: list[tuple[Probe, nn.Module]]) -> Iterable[tuple[Probe, nn.Module]]:

@@ -12,9 +12,10 @@ from cpgen.diagnostics import Finding, Location
 from cpgen.infer.course import Course
 from cpgen.infer.effects import KEY, QUERY, View, effects_of
 from cpgen.infer.exits import Exit, exits_of
+from cpgen.infer.leaves import Change, Leaf
 from cpgen.infer.mixing import Mixing, Token, find_mixing
 from cpgen.infer.streams import Carrier, Streams, find_streams
-from cpgen.infer.watch import RETURNED, AttentionCall, Change, Leaf, Record, Refused, Watcher
+from cpgen.infer.watch import RETURNED, AttentionCall, Record, Refused, Watcher
 
 MAIN = "latent"  # the stream that leaves last
 _TEXT = ("text", "txt", "encoder", "context", "caption", "prompt", "cap_")

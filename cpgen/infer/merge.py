@@ -8,9 +8,9 @@ from typing import Any
 from cpgen.diagnostics import Finding
 from cpgen.infer.course import Course
 from cpgen.infer.exits import Exit
+from cpgen.infer.leaves import Leaf
 from cpgen.infer.look import MAIN, Cut, Look
 from cpgen.infer.sites import attention_entries
-from cpgen.infer.watch import Leaf
 from cpgen.plan import Gather, Plan, Prefix, Probe, Shard
 
 Key = tuple[str, tuple["str | int", ...], "str | None", int, int, str]  # of an exit

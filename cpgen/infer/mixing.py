@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from cpgen.infer.effects import change_at, changed_elements
-from cpgen.infer.watch import Change, Leaf, Record, Stopped
+from cpgen.infer.leaves import Change, Leaf
+from cpgen.infer.watch import Record, Stopped
 
 MIXES = "mixes the tokens of a stream"
 STEERS = "decides on what runs next"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from cpgen.infer.effects import KEY, QUERY, Effect, View
-from cpgen.infer.watch import Leaf
+from cpgen.infer.leaves import Leaf
 
 
 @dataclass(frozen=True)

@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cpgen.infer.course import Course
+from cpgen.infer.leaves import Change, Leaf, changed, leaves_of
 from cpgen.source import SourceModule
 from cpgen.surgery.functions import Function, method
 
@@ -32,18 +33,6 @@ _BY_BOOLS = "aten.index.Tensor"
 _IN_TRAINING = "batch_norm"  # over all tokens in training, which no probe runs
 _SHAPE_ONLY = ("_like", "new_", "sym_size")
 RETURNED = "return"  # stands for a variable: what forward returns
-Change = Callable[[Tensor], Tensor]
-
-
-@dataclass(frozen=True, order=True)
-class Leaf:
-    """A tensor among forward's variables: the variable, and the path to it through tuples, lists and dicts."""
-
-    variable: str
-    path: tuple[str | int, ...] = ()
-
-    def __str__(self) -> str:
-        return self.variable + "".join(f"[{step!r}]" for step in self.path)
 
 
 @dataclass(frozen=True)
@@ -264,8 +253,8 @@ class _Run:
         for name, value in list(variables.items()):
             if self._changes:
                 # The interpreter writes changes of this dict back into the frame.
-                variables[name] = _changed(value, Leaf(name), self._changes)
-            for leaf, tensor in _leaves(variables[name], Leaf(name)):
+                variables[name] = changed(value, Leaf(name), self._changes)
+            for leaf, tensor in leaves_of(variables[name], Leaf(name)):
                 self.record.begin[leaf] = tensor.clone()
                 if leaf in self._followed:
                     self._follow(tensor)
@@ -279,7 +268,7 @@ class _Run:
         self._noting = False
         new = {}
         for name, value in variables.items():
-            for leaf, tensor in _leaves(value, Leaf(name)):
+            for leaf, tensor in leaves_of(value, Leaf(name)):
                 version = (id(tensor), tensor._version)
                 if self._seen.get(leaf) != version:
                     self._seen[leaf] = version
@@ -407,28 +396,3 @@ def _method_at(module: SourceModule, owner: Any, line: int) -> Function | None:
         if function is not None and function.node.lineno <= line <= (function.node.end_lineno or 0):
             return function
     return None
-
-
-def _leaves(value: Any, leaf: Leaf) -> Iterator[tuple[Leaf, Tensor]]:
-    """The tensors in `value` that have dims, through tuples, lists and dicts."""
-    if isinstance(value, Tensor):
-        if value.ndim:
-            yield leaf, value
-    elif isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, Leaf(leaf.variable, (*leaf.path, key)))
-    elif isinstance(value, (tuple, list)):
-        for index, item in enumerate(value):
-            yield from _leaves(item, Leaf(leaf.variable, (*leaf.path, index)))
-
-
-def _changed(value: Any, leaf: Leaf, changes: Mapping[Leaf, Change]) -> Any:
-    if isinstance(value, Tensor):
-        return changes[leaf](value) if leaf in changes else value
-    if type(value) is dict:
-        return {key: _changed(item, Leaf(leaf.variable, (*leaf.path, key)), changes) for key, item in value.items()}
-    if type(value) in (tuple, list):
-        return type(value)(
-            _changed(item, Leaf(leaf.variable, (*leaf.path, index)), changes) for index, item in enumerate(value)
-        )
-    return value

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from cpgen.plan import Probe
+from cpgen.target import Target
 
 UNBOUND, NONE, FSDP, DDP = "unbound", "none", "fsdp", "ddp"
 MODES = (UNBOUND, NONE, FSDP)  # what a case runs unless told otherwise
@@ -20,6 +21,13 @@ class Reference:
 
     source: str
     class_name: str
+
+
+def reference_of(target: Target) -> Reference:
+    """The unmodified class of `target`."""
+    if target.kind == "file":
+        return Reference(str(target.module.path.resolve()), target.class_name)
+    return Reference(target.module.name, target.class_name)
 
 
 @dataclass(frozen=True)

@@ -14,8 +14,7 @@ import click
 from cpgen.diagnostics import fail
 from cpgen.package import Request, generate
 from cpgen.source import SourceTree
-from cpgen.target import Target
-from cpgen.verify.case import Reference
+from cpgen.verify.case import reference_of
 from cpgen.verify.pool import WorkerPool
 from cpgen.verify.report import markdown_table, progress, render, to_json
 from cpgen.verify.run import PackageToVerify, Result, verify
@@ -103,10 +102,4 @@ def _emit(request: Request, cps: list[int], strategies: list[str], folder: Path)
                 file = place / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, "utf-8")
-    return PackageToVerify(package.name, folder / package.name, package.plan, _reference(package.target), request.tp)
-
-
-def _reference(target: Target) -> Reference:
-    if target.kind == "file":
-        return Reference(str(target.module.path.resolve()), target.class_name)
-    return Reference(target.module.name, target.class_name)
+    return PackageToVerify(package.name, folder / package.name, package.plan, reference_of(package.target), request.tp)
