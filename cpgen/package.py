@@ -121,13 +121,17 @@ def find_plan(target: Target, path: Path | None, tree: SourceTree) -> Plan:
 
 
 def read_plan(path: Path, label: str) -> Plan:
+    return load_plan(read_text(path, f"the plan {label}"), label)
+
+
+def read_text(path: Path, what: str) -> str:
+    """The text of a file that a user named; `what` it is called in errors. Raises CpgenError."""
     try:
-        text = path.read_bytes().decode("utf-8")
+        return path.read_bytes().decode("utf-8")
     except OSError as error:
-        raise fail("CP404", f"cannot read the plan {label}: {error.strerror}") from None
+        raise fail("CP404", f"cannot read {what}: {error.strerror}") from None
     except UnicodeDecodeError:
-        raise fail("CP404", f"the plan {label} is not UTF-8 text") from None
-    return load_plan(text, label)
+        raise fail("CP404", f"{what} is not UTF-8 text") from None
 
 
 def request_from_manifest(manifest: dict[str, Any], folder: Path) -> Request:

@@ -12,7 +12,7 @@ from pathlib import Path
 import click
 
 from cpgen.diagnostics import CpgenError, Finding, fail
-from cpgen.package import Request
+from cpgen.package import Request, read_text
 from cpgen.plan import Probe
 from cpgen.plan_loader import load_probes
 from cpgen.source import SourceTree, diffusers_version
@@ -98,13 +98,7 @@ def _proven_plan(model: str, probes: Path | None, draft: Path | None) -> str:
 
 
 def _read_probes(path: Path) -> tuple[Probe, ...]:
-    try:
-        text = path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise fail("CP404", f"cannot read the probes {path.as_posix()}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise fail("CP404", f"the probes {path.as_posix()} are not UTF-8 text") from None
-    found = load_probes(text, path.as_posix())
+    found = load_probes(read_text(path, f"the file of probes {path.as_posix()}"), path.as_posix())
     if not found:
         raise fail("CP404", f"{path.as_posix()} has no probes")
     return found

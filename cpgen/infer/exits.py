@@ -49,7 +49,7 @@ def exits_of(base: Record, course: Course, streams: Streams, cut: frozenset[int]
     returned = _returned(base)
     for number, snapshot in enumerate(base.snapshots):
         for leaf, tensor in snapshot.tensors.items():
-            if leaf.variable in (RETURNED, "self") or not _has_a_value_there(leaf.variable, course):
+            if leaf.variable in (RETURNED, "self") or course.forward.last_assignment(leaf.variable) is None:
                 continue
             for dim, size in enumerate(tensor.shape):
                 order = streams.of(View(leaf, number, dim, size))
@@ -79,10 +79,6 @@ def _returned(base: Record) -> list[torch.Tensor]:
     return [
         tensor for snapshot in base.snapshots for leaf, tensor in snapshot.tensors.items() if leaf.variable == RETURNED
     ]
-
-
-def _has_a_value_there(variable: str, course: Course) -> bool:
-    return course.forward.last_assignment(variable) is not None
 
 
 def _place(

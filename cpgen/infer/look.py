@@ -44,7 +44,6 @@ class Seen:
 class Look:
     """What one probe shows. `present` are all tensors among forward's variables where the region begins."""
 
-    probe: str
     cuts: Mapping[Leaf, Cut]
     present: Mapping[Leaf, tuple[int, ...]]  # shapes
     absent: frozenset[str]
@@ -111,7 +110,6 @@ def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs:
         if set(carrier.streams) & cut and not set(carrier.streams) <= cut
     ]
     return Look(
-        probe,
         cuts,
         {leaf: tuple(tensor.shape) for leaf, tensor in base.begin.items()},
         base.absent,

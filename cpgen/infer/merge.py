@@ -40,7 +40,7 @@ def merge(
         shards=_shards(looks, findings),
         prefixes=_prefixes(looks),
         gathers=gathers,
-        attention=attention_entries(seen, streams, findings),
+        attention=attention_entries(seen, findings),
         probes=tuple(probes),
     )
     return plan, findings

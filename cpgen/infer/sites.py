@@ -20,9 +20,7 @@ class _Kind:
     kv: tuple[str, ...] | None = None
 
 
-def attention_entries(
-    seen: Iterable[Seen], order: tuple[str, ...], findings: list[Finding]
-) -> tuple[AttentionFunction, ...]:
+def attention_entries(seen: Iterable[Seen], findings: list[Finding]) -> tuple[AttentionFunction, ...]:
     """One entry for each function that attended. Adds to `findings` what could not be told."""
     by_call: dict[tuple[str, int], list[Seen]] = {}
     functions: dict[str, Function] = {}

@@ -33,11 +33,6 @@ class WorkerError(RuntimeError):
         rank, (kind, message, _) = min(failures.items())
         super().__init__(f"rank {rank}: {kind}: {message}")
 
-    @property
-    def details(self) -> str:
-        """The traceback text of the lowest failing rank."""
-        return self.failures[min(self.failures)][2]
-
 
 @dataclass
 class _Worker:
