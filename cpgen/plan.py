@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,6 +13,11 @@ from packaging.version import InvalidVersion, Version
 from cpgen.diagnostics import Location
 
 CONFIG = "self.config."
+
+
+def short_hash(said: Any) -> str:
+    """Of what a plan's YAML says: the same as long as that doesn't change."""
+    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
 
 
 def is_config(count: str) -> bool:
@@ -27,6 +34,11 @@ class Probe:
     inputs: dict[str, Any]  # argument -> input spec (see cpgen/probes.py)
     before: tuple[str, ...] = ()  # methods called on both models first, such as fuse_qkv_projections
     places: dict[tuple[str, str], Location | None] = field(default_factory=dict, compare=False)  # (section, argument)
+
+    @property
+    def meaning(self) -> str:
+        """Hash of what it runs."""
+        return short_hash([self.config, self.inputs, self.before])
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import re
 from dataclasses import replace
 from typing import Any
@@ -25,6 +24,7 @@ from cpgen.plan import (
     Variant,
     Whole,
     Wraps,
+    short_hash,
 )
 from cpgen.plan_reader import is_name
 from cpgen.plan_tensor_parallel import TensorParallelReader
@@ -58,7 +58,7 @@ def load_plan(text: str, name: str) -> Plan:
 
 def _meaning(root: dict[str, Any]) -> str:
     said = {key: value for key, value in root.items() if key not in ("diffusers", "probes", "variants")}
-    return hashlib.sha256(json.dumps(said).encode()).hexdigest()[:16]
+    return short_hash(said)
 
 
 def load_probes(text: str, name: str) -> tuple[Probe, ...]:

@@ -1,7 +1,7 @@
 """What was proven: for a plan and a version of diffusers, what `cpgen verify` gave. Kept in plans/proofs.json.
 
 Only `make table` and `make versions` write that file (tools/prove.py), from results. A proof belongs to what a plan
-says of the source: it no longer counts when that changes, or when a probe comes that it has not seen.
+says of the source: it no longer counts when that changes, or when a probe comes or changes that it has not seen.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Proof:
     model: str
     diffusers: str
     plan: str  # Plan.meaning of what was verified
-    probes: tuple[str, ...]
+    probes: dict[str, str]  # name -> Probe.meaning of each that was run
     runs: tuple[Run, ...]
     error: str | None = None
 
@@ -49,8 +49,12 @@ class Proof:
     def is_of(self, plan: Plan) -> bool:
         """Whether it is about what this plan says now on its version."""
         plan = plan.on(self.diffusers)
-        names = {probe.name for probe in plan.probes}
-        return (self.model, self.plan) == (plan.model, plan.meaning) and names <= set(self.probes)
+        return (self.model, self.plan) == (plan.model, plan.meaning) and of_probes(plan).items() <= self.probes.items()
+
+
+def of_probes(plan: Plan) -> dict[str, str]:
+    """What a proof says of the probes that this plan has."""
+    return {probe.name: probe.meaning for probe in plan.probes}
 
 
 def proofs_file() -> Path:
@@ -61,10 +65,7 @@ def read_proofs() -> list[Proof]:
     """The proofs that come with cpgen."""
     path = proofs_file()
     rows = json.loads(path.read_text("utf-8")) if path.is_file() else []
-    return [
-        Proof(**{**row, "probes": tuple(row["probes"]), "runs": tuple(Run(*run) for run in row["runs"])})
-        for row in rows
-    ]
+    return [Proof(**{**row, "runs": tuple(Run(*run) for run in row["runs"])}) for row in rows]
 
 
 def write_proofs(proofs: Iterable[Proof]) -> None:

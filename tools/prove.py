@@ -29,7 +29,7 @@ from packaging.version import Version
 
 from cpgen.package import read_plan
 from cpgen.plan import Plan
-from cpgen.proofs import Proof, Run, read_proofs, write_proofs
+from cpgen.proofs import Proof, Run, of_probes, read_proofs, write_proofs
 from cpgen.resources import shipped_plans
 from cpgen.verify.report import forward_error, from_json
 from cpgen.verify.run import Result
@@ -109,7 +109,7 @@ def prove(plan: Plan, path: Path, version: str) -> Proof:
             text=True,
         )
     plan = plan.on(version)
-    probes = tuple(probe.name for probe in plan.probes)
+    probes = of_probes(plan)
     if ran.returncode not in (0, 1):
         return Proof(plan.model, version, plan.meaning, probes, (), _shortened(ran.stderr))
     results = from_json(ran.stdout)

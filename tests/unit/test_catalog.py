@@ -12,7 +12,7 @@ from cpgen import resources
 from cpgen.catalog import catalog, describe
 from cpgen.native_plan import has_native_plan
 from cpgen.package import read_plan
-from cpgen.proofs import Proof, Run
+from cpgen.proofs import Proof, Run, of_probes
 from cpgen.source import SourceTree, exported_models
 from cpgen.target import find_target
 from tests.unit.projects import MODELS, run
@@ -54,14 +54,13 @@ def test_a_class_with_a_cp_plan_of_its_own(monkeypatch: pytest.MonkeyPatch) -> N
 def test_proven_version_is_that_of_the_record(monkeypatch: pytest.MonkeyPatch) -> None:
     path = resources.shipped_plans()["WanTransformer3DModel"]
     plan = read_plan(path, "plans/wan.yaml")
-    names = tuple(probe.name for probe in plan.probes)
-    proof = Proof(plan.model, "0.41.0", plan.meaning, names, (Run("ulysses", 2, 0.0, 0.0, 0),))
+    proof = Proof(plan.model, "0.41.0", plan.meaning, of_probes(plan), (Run("ulysses", 2, 0.0, 0.0, 0),))
     monkeypatch.setattr("cpgen.catalog.read_proofs", lambda: [proof, replace(proof, diffusers="0.42.0", error="no")])
     rows = {row["model"]: row for row in json.loads(run("list", "--json").out)}
     assert rows["WanTransformer3DModel"]["proven"] == "0.41.0"
     assert rows["FluxTransformer2DModel"]["proven"] is None
     (line,) = [line for line in run("list").out.splitlines() if line.startswith("WanTransformer3DModel ")]
-    assert line.split()[-3:] == [str(len(names)), "0.41.0", "plan"]
+    assert line.split()[-3:] == [str(len(plan.probes)), "0.41.0", "plan"]
 
 
 def test_every_class_without_a_plan_is_told_of_plan_infer() -> None:

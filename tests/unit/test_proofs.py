@@ -15,13 +15,13 @@ from cpgen import proofs, resources
 from cpgen.package import read_plan
 from cpgen.plan import Plan
 from cpgen.plan_loader import load_plan
-from cpgen.proofs import Proof, Run, last_proven, read_proofs, write_proofs
+from cpgen.proofs import Proof, Run, last_proven, of_probes, read_proofs, write_proofs
 from cpgen.source import SourceTree, diffusers_version
 from tests.unit.projects import REPOSITORY, plan_text
 
 PROBES = "probes: [{name: one, config: {}, inputs: {hidden_states: {shape: [1, 8, 4]}}}]\n"
 PLAN = load_plan(plan_text() + PROBES, "made.yaml")
-PROOF = Proof("Model", "0.41.0", PLAN.meaning, ("one",), (Run("ulysses", 2, 0.0, 1.2e-06, 0),))
+PROOF = Proof("Model", "0.41.0", PLAN.meaning, of_probes(PLAN), (Run("ulysses", 2, 0.0, 1.2e-06, 0),))
 SHIPPED = [read_plan(path, f"plans/{path.name}") for path in resources.shipped_plans().values()]
 RECORDED = read_proofs()
 INSTALLED = diffusers_version(SourceTree())
@@ -41,7 +41,7 @@ def test_newest_version_that_passed() -> None:
     [
         (plan_text() + "# a comment\n" + PROBES, True),
         (plan_text() + 'diffusers: "<0.43"\n' + PROBES, True),
-        (plan_text() + PROBES.replace("8", "9"), True),
+        (plan_text() + PROBES.replace("8", "9"), False),
         (plan_text() + PROBES.replace("one", "two"), False),
         (plan_text().replace("dim: 1", "dim: 0") + PROBES, False),
         (plan_text().replace("kind: self", "kind: causal") + PROBES, False),

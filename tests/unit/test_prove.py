@@ -11,7 +11,7 @@ from packaging.version import Version
 from cpgen import proofs
 from cpgen.package import read_plan
 from cpgen.plan import Plan
-from cpgen.proofs import Proof, Run, read_proofs
+from cpgen.proofs import Proof, Run, of_probes, read_proofs
 from cpgen.verify.run import Result
 from tests.unit.projects import REPOSITORY
 from tools import prove, tables
@@ -23,7 +23,7 @@ RESULT = Result("M", "m", "one", 2, "ulysses", 2.0e-6, 4.0, 3.0e-6, True, None, 
 
 def proof(plan: Plan, version: str, *, failed: int = 0, error: str | None = None) -> Proof:
     runs = (Run("allgather", 2, 1.0e-7, 2.0e-6, 0), Run("ulysses", 2, 0.0, 3.0e-6, failed))
-    return Proof(plan.model, version, plan.meaning, tuple(probe.name for probe in plan.probes), runs, error)
+    return Proof(plan.model, version, plan.meaning, of_probes(plan), runs, error)
 
 
 def test_newest_patch_of_the_last_minors() -> None:

@@ -11,7 +11,7 @@ from cpgen.catalog import describe
 from cpgen.diagnostics import CpgenError
 from cpgen.package import Package, Request, generate
 from cpgen.plan_loader import load_plan
-from cpgen.proofs import Proof, Run, last_proven
+from cpgen.proofs import Proof, Run, last_proven, of_probes
 from cpgen.source import SourceTree, diffusers_version
 from tests.unit.projects import made_project, module_text, plan_text, run
 
@@ -110,15 +110,17 @@ def test_replaced_key_is_said_with_its_place_in_the_variant(tmp_path: Path) -> N
 
 
 def test_proof_is_of_the_variant_of_its_version() -> None:
-    def proof(version: str, probe: str) -> Proof:
-        return Proof("Model", version, PLAN.on(version).meaning, (probe,), (Run("ulysses", 2, 0.0, 0.0, 0),))
+    def proof(version: str, of: str) -> Proof:
+        return Proof(
+            "Model", version, PLAN.on(version).meaning, of_probes(PLAN.on(of)), (Run("ulysses", 2, 0.0, 0.0, 0),)
+        )
 
     other = load_plan(TEXT.replace("OldProcessor", "OlderProcessor"), "made.yaml")
     for plan, on_old in ((PLAN, True), (other, False)):
-        assert proof("0.34.0", "old").is_of(plan) == on_old
-        assert proof("0.45.0", "new").is_of(plan)
-    assert last_proven(PLAN, [proof("0.34.0", "old")]) == "0.34.0"
-    assert last_proven(PLAN, [proof("0.34.0", "new")]) is None
+        assert proof("0.34.0", "0.34.0").is_of(plan) == on_old
+        assert proof("0.45.0", "0.45.0").is_of(plan)
+    assert last_proven(PLAN, [proof("0.34.0", "0.34.0")]) == "0.34.0"
+    assert last_proven(PLAN, [proof("0.34.0", "0.45.0")]) is None
 
 
 def test_they_are_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
