@@ -10,48 +10,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .binding import ATTRIBUTE, LIST, Binding, note_exchange
+from .binding import ATTRIBUTE, LIST
 from .casting import as_attention_casts, in_one_dtype
-from .collectives import all_gather, all_to_all
-from .dtensors import Following, to_local
+from .dtensors import to_local
+from .exchange import gather_tokens, heads_to_tokens, tokens_of, tokens_to_heads
 from .kernels import choose_kernel
-from .masks import check_mask, four_dims, is_key_mask
-from .parts import HeadPart, head_parts, segments
-from .region import Region, checked
+from .masks import four_dims
+from .parts import head_parts
 from .ring import ring_attention
-from .rows import in_order, model_to_rank, pad_rows, rank_to_model
+from .site import Site
 
 # For each layout: where batch, tokens, heads and channels are, and the way back from (tokens, batch, heads, channels).
 _TO_ROWS = {"BSHD": (1, 0, 2, 3), "BHSD": (2, 0, 1, 3)}
 _FROM_ROWS = {"BSHD": (1, 0, 2, 3), "BHSD": (1, 2, 0, 3)}
 
 
-class AttentionSite:
+class AttentionSite(Site):
     """The exchange around one attention call of a bound model.
 
     Between `seq_to_heads` and `heads_to_seq` (or after `gather_kv`, for keys and values) tokens stand in the order of
     the model that is not cut: the streams one after the other, as the source concatenates them. Under hybrid
     strategies that holds for the tokens of the ranks on the Ulysses axis, which the outer exchange then connects.
     """
-
-    def __init__(
-        self,
-        binding: Binding,
-        streams: tuple[str, ...],
-        kv_streams: tuple[str, ...],
-        layout: str,
-        transposed: bool = False,
-    ) -> None:
-        self._binding = binding
-        self._streams = streams
-        self._kv_streams = kv_streams
-        self._layout = layout  # in the call
-        self._given = {"BSHD": "BHSD", "BHSD": "BSHD"}[layout] if transposed else layout  # ahead of it
-        self._heads: list[HeadPart] = []
-        self._region: Region | None = None
-        self._traded = False
-        self._follow: Following | None = None
-        self._batch = 0
 
     def seq_to_heads(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Trade tokens for heads: from this rank's tokens with all heads to all tokens with this rank's heads.
@@ -63,41 +43,12 @@ class AttentionSite:
         region = self._resolve(query, key, value)
         binding, axis = self._binding, self._binding.ulysses
         rows = [x.permute(_TO_ROWS[self._given]) for x in in_one_dtype(query, key, value)]
-        of_key, of_value = (head_parts(rows[0].shape[2], x.shape[2], axis.degree) for x in rows[1:])
-        self._heads = of_key
+        heads = [head_parts(rows[0].shape[2], x.shape[2], axis.degree) for x in rows[1:]]
+        self._heads = heads[0]
         self._traded = True
-        mine = [self._heads[axis.rank], of_key[axis.rank], of_value[axis.rank]]
-
-        send = [
-            [_heads_of(x, i, part[i]).reshape(-1) for i, x in enumerate(rows)]
-            for part in zip(of_key, of_key, of_value, strict=True)
-        ]
-        send_sizes = [sum(piece.numel() for piece in pieces) for pieces in send]
         parts = [region.ulysses_parts(s) for s in (self._streams, self._kv_streams, self._kv_streams)]
-        counts = [mine[0].query_size, mine[1].kv_size, mine[2].kv_size]
-        shapes = [
-            [
-                (_total(part[rank]), x.shape[1], count, x.shape[3])
-                for x, part, count in zip(rows, parts, counts, strict=True)
-            ]
-            for rank in range(axis.degree)
-        ]
-        receive_sizes = [[_numel(shape) for shape in of_rank] for of_rank in shapes]
-        flat = all_to_all(
-            torch.cat([piece for pieces in send for piece in pieces]),
-            [sum(sizes) for sizes in receive_sizes],
-            send_sizes,
-            axis.group,
-        )
-        received = torch.split(flat, [size for sizes in receive_sizes for size in sizes])
-        whole = []
-        for i in range(3):
-            pieces = [received[rank * 3 + i].reshape(shapes[rank][i]) for rank in range(axis.degree)]
-            whole.append(rank_to_model(pieces, parts[i], binding.balanced).permute(_FROM_ROWS[self._given]))
-        for i in (1, 2):
-            if mine[i].kv_index is not None:
-                index = torch.tensor(mine[i].kv_index, device=query.device)
-                whole[i] = whole[i].index_select(self._given.index("H"), index)
+        traded = tokens_to_heads(rows, heads, parts, axis, binding.balanced)
+        whole = [x.permute(_FROM_ROWS[self._given]) for x in traded]
         return whole[0], whole[1], whole[2]
 
     def heads_to_seq(self, out: Tensor) -> Tensor:
@@ -107,24 +58,14 @@ class AttentionSite:
         binding, axis = self._binding, self._binding.ulysses
         rows = out.permute(_TO_ROWS[self._layout])
         parts = region.ulysses_parts(self._streams)
-        total = sum(_total(part) for part in parts)
+        total = sum(tokens_of(part) for part in parts)
         mine = self._heads[axis.rank]
         if rows.shape[0] != total or rows.shape[2] != mine.query_size:
             raise ValueError(
                 f"{binding.model_name}: the attention's output has shape {tuple(out.shape)} ({self._layout}), "
                 f"expected {total} tokens and {mine.query_size} heads"
             )
-        send = [piece.reshape(-1) for piece in model_to_rank(rows, parts, binding.balanced)]
-        tokens = _total(parts[axis.rank])
-        shapes = [(tokens, rows.shape[1], part.query_size, rows.shape[3]) for part in self._heads]
-        receive_sizes = [_numel(shape) for shape in shapes]
-        flat = all_to_all(torch.cat(send), receive_sizes, [piece.numel() for piece in send], axis.group)
-        pieces = [
-            piece.reshape(shape).transpose(0, 1)
-            for piece, shape in zip(torch.split(flat, receive_sizes), shapes, strict=True)
-        ]
-        # Contiguous as (B, S, H, D), like the output of torch's fused kernels: what follows may use .view.
-        joined = torch.cat(pieces, dim=2)
+        joined = heads_to_tokens(rows, self._heads, parts, axis, binding.balanced)
         joined = joined if self._layout == "BSHD" else joined.transpose(1, 2)
         return joined if self._follow is None else self._follow.wrap(joined)
 
@@ -139,14 +80,8 @@ class AttentionSite:
         axis = self._binding.outer
         rows = [x.permute(_TO_ROWS[self._given]) for x in in_one_dtype(key, value)]
         parts = [[[size for _, size in runs] for runs in of_rank] for of_rank in region.outer_runs(self._kv_streams)]
-        packed = torch.cat([x.reshape(x.shape[0], -1) for x in rows], dim=1)
-        whole = all_gather(pad_rows(packed, max(_total(part) for part in parts)), axis.degree, axis.group)
-        ordered = in_order(whole, parts, self._binding.balanced)
-        widths = [_numel(x.shape[1:]) for x in rows]
-        out = [
-            flat.reshape(-1, *x.shape[1:]).permute(_FROM_ROWS[self._given])
-            for flat, x in zip(torch.split(ordered, widths, dim=1), rows, strict=True)
-        ]
+        gathered = gather_tokens(rows, parts, axis, self._binding.balanced)
+        out = [x.permute(_FROM_ROWS[self._given]) for x in gathered]
         return out[0], out[1]
 
     def own_queries(self, attention: Callable[..., Tensor]) -> Callable[..., Tensor]:
@@ -309,114 +244,6 @@ class AttentionSite:
         out = out if self._layout == "BSHD" else out.transpose(1, 2)
         return out if self._follow is None or self._traded else self._follow.wrap(out)
 
-    def mask_heads(self, mask: Any) -> Any:
-        """A mask over whole sequences, for the heads that this rank holds after `seq_to_heads`.
-
-        `mask` is None or (B, S), (B, 1, 1, S), (B, 1, S, S), (B, H, S, S), bool or additive.
-        Raises ValueError if it doesn't span the whole streams.
-        """
-        if mask is None:
-            return None
-        self._check_mask(mask)
-        if mask.ndim < 3 or mask.shape[-3] == 1:
-            return mask
-        total = sum(part.query_size for part in self._heads)
-        if mask.shape[-3] != total:
-            raise ValueError(f"{self._binding.model_name}: mask {tuple(mask.shape)} does not fit {total} heads")
-        mine = self._heads[self._binding.ulysses.rank]
-        return mask.narrow(-3, mine.query_start, mine.query_size)
-
-    def mask_rows(self, mask: Any) -> Any:
-        """A mask over whole sequences, cut to the rows of this rank's queries (all columns stay)."""
-        if mask is None:
-            return None
-        self._check_mask(mask)
-        if is_key_mask(mask, self._layout, self._batch) or mask.shape[-2] == 1:
-            return mask
-        mine = self._resolved().positions(self._streams)[self._binding.outer.rank]
-        return torch.cat([mask.narrow(-2, start, size) for start, size in mine], dim=-2)
-
-    def shard(self, value: Any, name: str, *, dim: int, ndim: int, stream: str, optional: bool = False) -> Any:
-        """This rank's part of a tensor over all tokens of `stream`, for its tokens ahead of or behind the call.
-
-        As in `Region.shard`. Raises ValueError likewise.
-        """
-        if value is None and optional:
-            return None
-        cp = self._binding.cp
-        size = checked(value, name, ndim, dim, self._binding.model_name).shape[dim]
-        tokens = sum(size for _, size in segments(size, cp.degree, self._binding.balanced)[cp.rank])
-        region = self._region or self._binding.region_of((stream,), tokens)
-        return region.shard(value, name, dim=dim, ndim=ndim, stream=stream)
-
-    def whole_length(self, length: int, *streams: str) -> int:
-        """The tokens of `streams` on all ranks, given `length`, those of this rank."""
-        region = self._region = self._binding.region_of(streams, length)
-        self._check_length(length, region, streams)
-        return sum(region.lengths[stream] for stream in streams)
-
-    def local_length(self, length: int, *streams: str) -> int:
-        """The tokens of `streams` on this rank, given `length`, those of all ranks: undoes `whole_length`."""
-        region = self._resolved()
-        assert length == sum(region.lengths[stream] for stream in streams)
-        return sum(region.part_sizes(stream)[self._binding.cp.rank] for stream in streams)
-
-    def _local(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """The local tensors of those that are DTensors, which the output will be if the query is."""
-        if self._traded:
-            return query, key, value
-        query, self._follow = to_local(query, self._binding, self._given)
-        if self._follow is not None and self._given != self._layout:
-            raise ValueError(
-                f"{self._binding.model_name}: a DTensor query is transposed in the attention call; transpose it ahead"
-            )
-        key, value = (to_local(x, self._binding, self._given)[0] for x in (key, value))
-        return query, key, value
-
-    def _resolve(self, query: Tensor, key: Tensor, value: Tensor) -> Region:
-        """The region of this call, whose lengths the tensors must have."""
-        if self._traded:  # seq_to_heads has looked already
-            return self._resolved()
-        if {x.ndim for x in (query, key, value)} != {4}:
-            shapes = ", ".join(str(tuple(x.shape)) for x in (query, key, value))
-            raise ValueError(
-                f"{self._binding.model_name}: query, key and value need 4 dims ({self._given}), got {shapes}"
-            )
-        dim = self._given.index("S")
-        region = self._region = self._binding.region_of(self._streams, query.shape[dim])
-        note_exchange(self._binding.latest.key)
-        self._batch = query.shape[0]
-        streams = (self._streams, self._kv_streams, self._kv_streams)
-        for name, tensor, of in zip(("query", "key", "value"), (query, key, value), streams, strict=True):
-            self._check_length(tensor.shape[dim], region, of, f"{name} {tuple(tensor.shape)}: ")
-        return region
-
-    def _resolved(self) -> Region:
-        assert self._region is not None, "seq_to_heads, gather_kv or ring_attention comes first"
-        return self._region
-
-    def _check_length(self, length: int, region: Region, streams: tuple[str, ...], what: str = "") -> None:
-        parts = [region.part_sizes(stream)[self._binding.cp.rank] for stream in streams]
-        if length != sum(parts):
-            expected = " + ".join(f"{s} {n} of {region.lengths[s]}" for s, n in zip(streams, parts, strict=True))
-            raise ValueError(
-                f"{self._binding.model_name}: {what}{length} tokens on this rank, but the plan says {expected}"
-            )
-
-    def _check_causal(self, mask: Any) -> None:
-        if mask is not None:
-            raise ValueError(f"{self._binding.model_name}: causal attention takes no mask beside is_causal")
-        if self._streams != self._kv_streams:
-            raise ValueError(f"{self._binding.model_name}: causal attention needs queries and keys of the same tokens")
-
-    def _check_mask(self, mask: Any) -> None:
-        lengths = self._resolved().lengths
-        keys = sum(lengths[stream] for stream in self._kv_streams)
-        queries = sum(lengths[stream] for stream in self._streams)
-        # Where a rank holds one token, a size of 1 could be a local length.
-        fewest = min(sum(sizes) for sizes in zip(*map(self._resolved().part_sizes, self._kv_streams), strict=True))
-        check_mask(mask, queries, keys, fewest > 1, self._layout, self._batch, self._binding.model_name)
-
 
 class LocalAttention:
     """What a site is for attention that needs no exchange: not bound, degree 1, or keys that every rank has."""
@@ -490,26 +317,9 @@ def _of_one_batch(*tensors: Tensor) -> tuple[Tensor, ...]:
     return tuple(tensor.expand(batch, -1, -1, -1) for tensor in tensors)
 
 
-def _heads_of(rows: Tensor, index: int, part: HeadPart) -> Tensor:
-    if index == 0:
-        return rows.narrow(2, part.query_start, part.query_size)
-    return rows.narrow(2, part.kv_start, part.kv_size)
-
-
 def _active_backend(attention: Callable[..., Any]) -> Any:
     """The backend that `attention` would choose by itself, if it is diffusers' dispatcher."""
     dispatch = sys.modules.get("diffusers.models.attention_dispatch")
     if dispatch is None or attention is not dispatch.dispatch_attention_fn:
         return None
     return dispatch._AttentionBackendRegistry.get_active_backend()[0]
-
-
-def _total(part: list[list[int]]) -> int:
-    return sum(sum(sizes) for sizes in part)
-
-
-def _numel(shape: tuple[int, ...] | torch.Size) -> int:
-    count = 1
-    for size in shape:
-        count *= size
-    return count
