@@ -137,10 +137,11 @@ def _proof(results: Sequence[Result], target: Target, tree: SourceTree) -> str:
     output = max(results, key=lambda result: _ratio(result))
     gradient = max(result.grad_max_rel or 0.0 for result in results)
     version = f"diffusers {diffusers_version(tree)}, " if target.kind == "diffusers" else ""
+    unchecked = "" if any(result.checkpointed for result in results) else "\nNot run with gradient checkpointing."
     return (
         f"{target.class_name}. Found and proven by cpgen plan infer: {version}cp {DEGREE}, {' and '.join(STRATEGIES)}, "
         f"{len(results)} cases,\nworst output off by {output.forward_max_abs:.1e} of {output.reference_max_abs:.1e}, "
-        f"worst gradient by {gradient:.1e} of its norm."
+        f"worst gradient by {gradient:.1e} of its norm.{unchecked}"
     )
 
 

@@ -47,9 +47,12 @@ def write_index(files: Mapping[str, list[str]], sizes: dict[str, int], directory
 
 
 def config_json(model: torch.nn.Module) -> str:
-    """diffusers' config.json. `fully_shard` made the model's class a subclass of its own class, with another name."""
+    """diffusers' config.json; of a class that keeps no config, such as a plain torch module, its name alone.
+
+    `fully_shard` made the model's class a subclass of its own class, with another name.
+    """
     own = next(cls for cls in type(model).__mro__ if not issubclass(cls, FSDPModule))
-    config = json.loads(model.to_json_string())  # type: ignore[operator]
+    config = json.loads(model.to_json_string()) if hasattr(own, "to_json_string") else {}  # type: ignore[operator]
     config["_class_name"] = own.__name__
     return json.dumps(config, indent=2, sort_keys=True) + "\n"
 

@@ -132,10 +132,16 @@ def load_pretrained(
     or `model.load_lora_adapter(file)`. The model has no weights then, but adapters get their values from it.
     The model is in eval mode, as after from_pretrained.
     Raises ValueError on every rank if keys are missing, unexpected or of another shape (all are listed), if a file is
-    missing or damaged, a checkpoint holds another class, or `prepare` fails. Pickled weights (.bin) are never read.
+    missing or damaged, a checkpoint holds another class, `prepare` fails, or the class has no from_config. Pickled
+    weights (.bin) are never read.
     """
     if dtype is not None and not isinstance(dtype, torch.dtype):
         raise ValueError(f"dtype={dtype!r} is not a torch.dtype, such as torch.bfloat16")
+    if not hasattr(model_class, "from_config"):
+        raise ValueError(
+            f"{model_class.__name__} has no from_config, as classes with diffusers' ConfigMixin have, so it cannot be "
+            f"built from files: build it, parallelize it, and read a checkpoint into it with load_checkpoint"
+        )
     source = open_source(Path(directory))
     model = on_every_rank(partial(_build_on_meta, model_class, source))
     _cast_parameters(model, dtype)

@@ -88,6 +88,7 @@ class RankReport:
 
     `gradient_dtype` is "float64" where gradients were above the tolerance in float32 by what could be rounding: then
     everything was run again in float64, under the same tolerance, and that run decided on those gradients.
+    `checkpointed` says whether a mode ran with gradient checkpointing.
     """
 
     rank: int
@@ -95,6 +96,7 @@ class RankReport:
     gradient: Deviation | None
     failures: tuple[str, ...]
     gradient_dtype: str = "float32"
+    checkpointed: bool = False
 
 
 class CaseError(RuntimeError):

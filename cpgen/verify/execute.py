@@ -7,7 +7,7 @@ import logging
 import warnings
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -52,6 +52,7 @@ class _ModeReport:
     gradients: list[Deviation]
     failures: list[str]
     doubts: list[str]  # gradients above the tolerance by what may be rounding: `_may_be_rounding`
+    checkpointed: bool = False
 
 
 def execute(case: Case) -> RankReport:
@@ -75,7 +76,14 @@ def execute(case: Case) -> RankReport:
     # What float32 could decide counts as measured there.
     settled = [[gradient for gradient in report.gradients if gradient.ok] for report in reports]
     gradient = _worst([*settled, *(report.gradients for report in decided)])
-    return RankReport(rank, forward, gradient, tuple(failures), "float32" if decided is reports else "float64")
+    return RankReport(
+        rank,
+        forward,
+        gradient,
+        tuple(failures),
+        "float32" if decided is reports else "float64",
+        checkpointed=any(report.checkpointed for report in reports),
+    )
 
 
 def _run_modes(case: Case, modes: tuple[str, ...], dtype: torch.dtype) -> list[_ModeReport]:
@@ -92,19 +100,25 @@ def _run_modes(case: Case, modes: tuple[str, ...], dtype: torch.dtype) -> list[_
             model = build_model(model_class, case.probe, case.seed, dtype)
             model.load_state_dict(expected.state, strict=True)
             # In float64 without checkpointing: AsFloat64 is off in backward, where that runs forward again.
-            checkpointed = mode in (FSDP, DDP) and dtype == torch.float32
-            if checkpointed and getattr(model_class, "_supports_gradient_checkpointing", False):
+            checkpointed = mode in (FSDP, DDP) and dtype == torch.float32 and _has_checkpointing(model)
+            if checkpointed:
                 _enable_checkpointing(model)
             if mode != UNBOUND:
                 options = {} if dtype == torch.float32 else {"reduce_dtype": dtype}
                 model = package.parallelize(model, mesh_for(package), data_parallel=mode, **options)
-            reports.append(_run_mode(case, mode, expected, model, dtype))
+            reports.append(replace(_run_mode(case, mode, expected, model, dtype), checkpointed=checkpointed))
     return reports
 
 
+def _has_checkpointing(model: nn.Module) -> bool:
+    """Whether the class offers gradient checkpointing: diffusers' have the method in any case, and a mark."""
+    marked = getattr(model, "_supports_gradient_checkpointing", True)
+    return bool(marked) and callable(getattr(model, "enable_gradient_checkpointing", None))
+
+
 def _enable_checkpointing(model: Any) -> None:
-    takes_function = bool(inspect.signature(model.enable_gradient_checkpointing).parameters)  # diffusers' own does
-    model.enable_gradient_checkpointing(*([_checkpointed] if takes_function else []))
+    takes_function = "gradient_checkpointing_func" in inspect.signature(model.enable_gradient_checkpointing).parameters
+    model.enable_gradient_checkpointing(*([_checkpointed] if takes_function else []))  # diffusers' own method does
 
 
 def _checkpointed(module: Any, *args: Any, **kwargs: Any) -> Any:

@@ -66,6 +66,9 @@ def render(results: Sequence[Result], console: Console) -> None:
     skipped = [result for result in results if result.ok and result.skipped]
     for result in skipped:
         console.print(Text(f"skipped {result.package} {result.probe!r}: {result.skipped}"), soft_wrap=True)
+    unchecked = sorted({result.model for result in results if result.ok and result.checkpointed is False})
+    if unchecked:
+        console.print(Text(f"not run with gradient checkpointing: {', '.join(unchecked)}"), soft_wrap=True)
     counted = f"{len(results) - len(failures) - len(skipped)} of {len(results)} passed"
     if skipped:
         counted += f", {len(skipped)} skipped"

@@ -56,6 +56,7 @@ class Result:
     gradient_dtype: str = "float32"  # "float64" where rounding in float32 left a doubt: see RankReport
     tp: int = 1
     skipped: str | None = None
+    checkpointed: bool | None = None  # whether a mode ran with gradient checkpointing; None where nothing ran
 
 
 def verify(
@@ -160,6 +161,7 @@ def _verify_one(
         gradient_dtype=reports[0].gradient_dtype if reports else "float32",
         tp=package.tp,
         skipped=skipped or None,
+        checkpointed=any(report.checkpointed for report in reports) if reports else None,
     )
 
 

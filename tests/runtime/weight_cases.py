@@ -13,6 +13,7 @@ from diffusers.configuration_utils import ConfigMixin, register_to_config
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from cpgen.verify.models import load_package
 from tests.runtime.training_cases import FILES, full, load, render, tiny_loss, tiny_model, wan_loss, wan_model
 
 # 72 M parameters whose dims 4 ranks can't share evenly.
@@ -126,3 +127,13 @@ def save_trained(root: str, kind: str, cp: int, directory: str, steps: list[int]
         optimizer.zero_grad()
         package.save_checkpoint(directory, model, optimizer, step=step)
     return {name: full(tensor) for name, tensor in model.state_dict().items()}
+
+
+def refused_load(directory: str, package: str, weights: str) -> str:
+    """What load_pretrained of a package that is refused says."""
+    module = load_package(directory, package)
+    try:
+        module.load_pretrained(weights, module.build_mesh("cpu"))
+    except ValueError as error:
+        return str(error)
+    return ""
