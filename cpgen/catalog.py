@@ -11,7 +11,7 @@ from cpgen.disk import read_package
 from cpgen.drift import find_packages
 from cpgen.native_plan import has_native_plan, native_plan
 from cpgen.package import read_plan
-from cpgen.plan import Gather, Plan, Shard
+from cpgen.plan import Plan, Shard, as_written
 from cpgen.proofs import last_proven, read_proofs
 from cpgen.source import SourceTree, exported_models
 from cpgen.strategy import EXCHANGES, STRATEGIES
@@ -72,7 +72,8 @@ def describe(plan: Plan) -> str:
         lines.append(f"  refused   when {refusal.when}")
     for shard in plan.shards:
         lines.append(
-            f"  cut       {_value(shard)}: dim {shard.dim} of {shard.ndim}, {' + '.join(shard.streams)}{_when(shard)}"
+            f"  cut       {as_written(shard)}: dim {shard.dim} of {shard.ndim}, {' + '.join(shard.streams)}"
+            + _when(shard)
             + (f", without the stream's first {shard.start}" if shard.start else "")
             + (f", where {shard.after} gives it" if shard.after else "")
             + (f", ahead of {shard.before}" if shard.before else "")
@@ -82,7 +83,7 @@ def describe(plan: Plan) -> str:
     for gather in plan.gathers:
         place = f"behind {gather.after}" if gather.after else "where it is assigned last"
         lines.append(
-            f"  gather    {_value(gather)}: dim {gather.dim}, {gather.stream}, {place}"
+            f"  gather    {as_written(gather)}: dim {gather.dim}, {gather.stream}, {place}"
             + (", may be None" if gather.optional else "")
             + (", cut again by another model" if gather.cut_again else "")
         )
@@ -120,10 +121,6 @@ def describe(plan: Plan) -> str:
     for probe in plan.probes:
         lines.append(f"probe       {probe.name}")
     return "\n".join(lines) + "\n"
-
-
-def _value(entry: Shard | Gather) -> str:
-    return entry.variable + "".join(f"[{step}]" for step in entry.path)
 
 
 def _when(shard: Shard) -> str:

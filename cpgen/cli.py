@@ -269,7 +269,8 @@ def plan_show(model: str, path: Path | None, cp: int | None, tokens: int | None,
 @click.option("--model", metavar="M", help="The class, where the plan is for one that diffusers does not export.")
 def plan_lint(file: Path, model: str | None) -> None:
     """Check a plan: its form, and that all it names is in the source."""
-    from cpgen.package import check_probes, default_heads, find_plan, read_plan
+    from cpgen.package import default_heads, find_plan, read_plan
+    from cpgen.probe_arguments import check_probes
     from cpgen.source import SourceTree
     from cpgen.strategy import EXCHANGES
     from cpgen.surgery.operate import operate

@@ -14,7 +14,7 @@ from typing import Any
 import cpgen
 from cpgen import resources
 from cpgen.constructor import whole_number_defaults
-from cpgen.diagnostics import CpgenError, Finding, did_you_mean, fail
+from cpgen.diagnostics import CpgenError, did_you_mean, fail
 from cpgen.native_plan import has_native_plan, is_native, native_plan, other_plan
 from cpgen.plan import Plan
 from cpgen.plan_loader import load_plan
@@ -215,26 +215,6 @@ def default_heads(target: Target, plan: Plan) -> int | None:
         note = f"its constructor is at {holder.module.label}:{constructor.node.lineno}"
         raise fail("CP104", message, plan.heads_location, hint=hint, note=note)
     return whole_number_defaults(holder).get(plan.heads)
-
-
-def check_probes(target: Target, plan: Plan) -> None:
-    """Raise CpgenError for names in probes that the constructor or forward does not have."""
-    findings: list[Finding] = []
-    for kind, name in (("config", "__init__"), ("inputs", "forward")):
-        function = method(target.module, target.node, name)
-        if function is None or function.node.args.kwarg is not None:
-            continue
-        for probe in plan.probes:
-            for key in getattr(probe, kind):
-                place = probe.places.get((kind, key))
-                if place and place in [finding.location for finding in findings]:
-                    continue  # of a probe's base
-                if key not in function.parameters:
-                    message = f"probe '{probe.name}': '{key}' is not an argument of {target.class_name}.{name}"
-                    hint = did_you_mean(key, function.parameters)
-                    findings.append(Finding("CP104", message, place, hint=hint))
-    if findings:
-        raise CpgenError(findings)
 
 
 @dataclass(frozen=True)

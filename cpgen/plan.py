@@ -33,7 +33,7 @@ class Probe:
     config: dict[str, Any]
     inputs: dict[str, Any]  # argument -> input spec (see cpgen/probes.py)
     before: tuple[str, ...] = ()  # methods called on both models first, such as fuse_qkv_projections
-    places: dict[tuple[str, str], Location | None] = field(default_factory=dict, compare=False)  # (section, argument)
+    places: dict[tuple[str | int, ...], Location] = field(default_factory=dict, compare=False)  # of keys, by path
 
     @property
     def meaning(self) -> str:
@@ -78,6 +78,12 @@ class Gather:
     optional: bool = False
     cut_again: bool = False  # another model's region cuts it again, so ranks have gradients of their own
     location: Location | None = None
+
+
+def as_written(entry: Shard | Gather) -> str:
+    """Its variable and path as a plan has them: tables['image'][0]."""
+    steps = (f"[{step}]" if isinstance(step, int) or step == "*" else f"['{step}']" for step in entry.path)
+    return entry.variable + "".join(steps)
 
 
 @dataclass(frozen=True)

@@ -7,8 +7,6 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-
 from cpgen.conditions import GRAMMAR, ConditionError, parse_condition
 from cpgen.diagnostics import CpgenError, did_you_mean
 from cpgen.plan import (
@@ -26,12 +24,13 @@ from cpgen.plan import (
     Wraps,
     short_hash,
 )
+from cpgen.plan_cuts import meeting_entries
+from cpgen.plan_probes import ProbeReader
 from cpgen.plan_reader import is_name
 from cpgen.plan_tensor_parallel import TensorParallelReader
-from cpgen.probes import validate_probe
+from cpgen.plan_variants import VariantReader
 from cpgen.yamldoc import Path, YamlDocument, parse_yaml
 
-REPLACEABLE = ("heads", "blocks", "streams", "region", "attention", "outside", "tensor_parallel", "probes")
 KINDS = ("self", "joint", "cross", "causal")
 LAYOUTS = ("BSHD", "BHSD")
 _MAX_NDIM = 8
@@ -71,7 +70,7 @@ def load_probes(text: str, name: str) -> tuple[Probe, ...]:
     return probes
 
 
-class _Reader(TensorParallelReader):
+class _Reader(TensorParallelReader, VariantReader, ProbeReader):
     def __init__(self, document: YamlDocument) -> None:
         super().__init__(document)
         self._streams: tuple[str, ...] = ()
@@ -90,7 +89,7 @@ class _Reader(TensorParallelReader):
                 self._find("CP105", f"an empty list of {key}", (key,))
         region = self._mapping(("region",), required=("begin", "shard", "gather"), optional=("prefix", "refuse"))
         begin = self._mapping(("region", "begin"), required=("before",))
-        return Plan(
+        plan = Plan(
             model=self._name(root, ("model",)),
             diffusers=self._specifier(root, ("diffusers",)),
             heads=self._name(root, ("heads",)) if "heads" in root else None,
@@ -116,23 +115,20 @@ class _Reader(TensorParallelReader):
             sha256=sha256,
             meaning=_meaning(root),
         )
+        if not self.findings:  # what is misspelt is missing elsewhere: say it once
+            self.findings += meeting_entries(plan)
+            self._check_cut(plan)
+        return plan
+
+    def _check_cut(self, plan: Plan) -> None:
+        cut = {stream for shard in plan.shards for stream in shard.streams}
+        for i, stream in enumerate(plan.streams):
+            if stream not in cut:
+                note = "a sequence of which every rank keeps all is no stream"
+                self._find("CP105", f"nothing in 'shard' cuts stream '{stream}'", ("streams", i), note=note)
 
     def only_probes(self) -> tuple[Probe, ...]:
         return self._probes(self._mapping((), required=("probes",), any_key=True))
-
-    def variants(self) -> list[tuple[Path, str, tuple[str, ...]]]:
-        """Of each variant: where it is, its range of diffusers, and the keys that it replaces."""
-        found = []
-        root = self._document.value
-        listed = root.get("variants", []) if isinstance(root, dict) else []
-        for i in self._indices(listed, ("variants",)):
-            path: Path = ("variants", i)
-            entry = self._mapping(path, required=("diffusers",), optional=REPLACEABLE)
-            keys = tuple(key for key in entry if key in REPLACEABLE)
-            if not keys:
-                self._find("CP107", "a variant replaces nothing", path, note=f"it may: {', '.join(REPLACEABLE)}")
-            found.append((path, self._specifier(entry, (*path, "diffusers")) or "", keys))
-        return found
 
     # Entries
 
@@ -306,43 +302,6 @@ class _Reader(TensorParallelReader):
         )
         return Whole(tuple(pairs), after, before, until, self._document.at(path))
 
-    def _probes(self, root: dict[str, Any]) -> tuple[Probe, ...]:
-        probes: list[Probe] = []
-        for i in self._indices(root.get("probes", []), ("probes",)):
-            path: Path = ("probes", i)
-            value = self._value(path)
-            if isinstance(value, dict) and "base" in value:
-                entry = self._mapping(path, required=("name", "base"), optional=("config", "inputs", "before"))
-                base = next((probe for probe in probes if probe.name == value["base"]), None)
-                if base is None:
-                    earlier = ", ".join(probe.name for probe in probes) or "none"
-                    self._find("CP105", f"'{value['base']}' is no earlier probe (earlier: {earlier})", (*path, "base"))
-            else:
-                entry = self._mapping(path, required=("name", "config", "inputs"), optional=("before",))
-                base = Probe("", {}, {}) if "config" in entry and "inputs" in entry else None
-            name = self._typed(
-                entry, (*path, "name"), str, "", lambda v: re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_.-]*", v)
-            )
-            if name in [probe.name for probe in probes]:
-                self._find("CP105", f"two probes are called '{name}'", (*path, "name"))
-            config, inputs = (
-                self._mapping((*path, key), any_key=True) if key in entry else {} for key in ("config", "inputs")
-            )
-            before = self._names(entry, (*path, "before")) if "before" in entry else None
-            if base is None:
-                continue
-            places = {
-                (section, key): self._document.key((*path, section, key))
-                for section, keys in (("config", config), ("inputs", inputs))
-                for key in keys
-            }
-            before = base.before if before is None else before
-            probe = Probe(name, base.config | config, base.inputs | inputs, before, base.places | places)
-            for where, message in validate_probe(probe):
-                self._find("CP108", message, (*path, *where))
-            probes.append(probe)
-        return tuple(probes)
-
     # Values
     def _stream_list(self, parent: dict[Any, Any], path: Path) -> tuple[str, ...]:
         value = parent.get(path[-1])
@@ -351,11 +310,13 @@ class _Reader(TensorParallelReader):
         names = value if isinstance(value, list) else [value]
         if not names:
             self._find("CP105", "an empty list of streams", path)
-        for name in names:
+        for i, name in enumerate(names):
             if name not in self._streams:
                 hint = did_you_mean(str(name), self._streams)
                 note = f"streams of this plan: {', '.join(self._streams) or 'none'}"
                 self._find("CP105", f"unknown stream {name!r}", path, hint=hint, note=note)
+            elif name in names[:i]:
+                self._find("CP105", f"stream '{name}' is named twice", (*path, i))
         return tuple(str(name) for name in names)
 
     def _variable(self, path: Path) -> tuple[str, tuple[str | int, ...]]:
@@ -400,16 +361,3 @@ class _Reader(TensorParallelReader):
         except ConditionError as error:
             self._find("CP109", f"not a condition: {error}", path, note=f"allowed: {GRAMMAR}")
             return None
-
-    def _specifier(self, parent: dict[str, Any], path: Path) -> str | None:
-        if path[-1] not in parent:
-            return None
-        value = parent[str(path[-1])]
-        try:
-            if not isinstance(value, str):
-                raise InvalidSpecifier
-            SpecifierSet(value)
-        except InvalidSpecifier:
-            self._find("CP105", f"{value!r} is not a version range such as '>=0.42,<0.43'", path)
-            return None
-        return value

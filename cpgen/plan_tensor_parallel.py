@@ -35,6 +35,9 @@ class TensorParallelReader(Reader):
         if "tensor_parallel" not in root:
             return ()
         entries: list[TensorParallel] = []
+        if root["tensor_parallel"] == {}:
+            message = "an empty mapping: module list -> submodules; leave it out where the model takes no --tp"
+            self._find("CP105", message, ("tensor_parallel",))
         for name in self._mapping(("tensor_parallel",), any_key=True):
             path: Path = ("tensor_parallel", name)
             if name not in blocks:

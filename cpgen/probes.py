@@ -74,8 +74,8 @@ def validate_probe(probe: Probe) -> list[Finding]:
         for name, spec in probe.inputs.items():
             findings.extend(_check(spec, ("inputs", name)))
     if isinstance(probe.config, dict):
-        for name, value in probe.config.items():
-            findings.extend(_check_models(value, ("config", name)))
+        for path, value in models_in(probe.config):
+            findings.extend(_check_model(value, path))
     for index, method in enumerate(probe.before):
         if not isinstance(method, str) or not method.isidentifier():
             findings.append((("before", index), f"{method!r} is not the name of a method"))
@@ -101,6 +101,20 @@ def format_path(path: Path) -> str:
     for step in path:
         text += f"[{step}]" if isinstance(step, int) else f".{step}" if text else str(step)
     return text
+
+
+def models_in(config: dict[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
+    """Each {model: CLASS, config: {...}} in a probe's configuration, with its path inside the probe."""
+    for name, value in config.items():
+        yield from _models(value, ("config", name))
+
+
+def _models(value: Any, path: Path) -> Iterator[tuple[Path, dict[str, Any]]]:
+    if isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from _models(item, (*path, index))
+    if isinstance(value, dict) and value.keys() == {"model", "config"}:
+        yield path, value
 
 
 # Checks. Each yields findings and goes on, so that one run shows everything that is wrong.
@@ -129,16 +143,11 @@ def _check(spec: Any, path: Path) -> Iterator[Finding]:
     yield from _CHECKS[kind](spec, path)
 
 
-def _check_models(value: Any, path: Path) -> Iterator[Finding]:
-    """In a configuration {model: CLASS, config: {...}} is such a model."""
-    if isinstance(value, list):
-        for i, item in enumerate(value):
-            yield from _check_models(item, (*path, i))
-    if isinstance(value, dict) and value.keys() == {"model", "config"}:
-        if not isinstance(value["model"], str) or not value["model"].isidentifier():
-            yield (*path, "model"), f"{value['model']!r} is not the name of a class"
-        if not isinstance(value["config"], dict):
-            yield (*path, "config"), f"expected a mapping from argument to value, got {_kind(value['config'])}"
+def _check_model(value: dict[str, Any], path: Path) -> Iterator[Finding]:
+    if not isinstance(value["model"], str) or not value["model"].isidentifier():
+        yield (*path, "model"), f"{value['model']!r} is not the name of a class"
+    if not isinstance(value["config"], dict):
+        yield (*path, "config"), f"expected a mapping from argument to value, got {_kind(value['config'])}"
 
 
 def _check_shape(spec: dict[str, Any], path: Path) -> Iterator[Finding]:

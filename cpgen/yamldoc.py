@@ -40,6 +40,11 @@ class YamlDocument:
             path = path[:-1]
         return self._values.get(path)
 
+    def keys_below(self, path: Path) -> dict[Path, Location]:
+        """Where the keys inside the value at `path` are written, by their paths from there."""
+        depth = len(path)
+        return {key[depth:]: at for key, at in self._keys.items() if key[:depth] == path and len(key) > depth}
+
     def overlaid(self, path: Path, keys: tuple[str, ...]) -> YamlDocument:
         """The document with these of its own keys taken from the mapping at `path`, with their places there."""
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from cpgen.plan import Gather, Plan, Shard, Site, Whole
+from cpgen.plan import Plan, Shard, Site, Whole, as_written
 
 ENTRIES = {"streams": "stream", "shards": "shard", "prefixes": "prefix", "gathers": "gather", "refusals": "refuse"}
 
@@ -57,7 +57,7 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"streams: [{', '.join(plan.streams)}]"
     yield from ("", "region:", f"  begin: {{before: {plan.begin}}}", "  shard:")
     for shard in plan.shards:
-        yield f"    {_variable(shard)}: {_inline(_shard(shard))}"
+        yield f"    {as_written(shard)}: {_inline(_shard(shard))}"
     if plan.prefixes:
         yield "  prefix:"
         yield from (f"    {prefix.variable}: {prefix.stream}" for prefix in plan.prefixes)
@@ -66,7 +66,7 @@ def _lines(plan: Plan) -> Iterator[str]:
         after = {} if gather.after is None else {"after": gather.after}
         entry = {**after, "dim": gather.dim, "ndim": gather.ndim, "stream": gather.stream}
         entry |= {name: True for name in ("optional", "cut_again") if getattr(gather, name)}
-        yield f"    {_variable(gather)}: {_inline(entry)}"
+        yield f"    {as_written(gather)}: {_inline(entry)}"
     yield from ("", "attention:")
     for function in plan.attention:
         yield f"  {function.owner}:"
@@ -86,11 +86,6 @@ def _lines(plan: Plan) -> Iterator[str]:
             yield f"    before: [{', '.join(probe.before)}]"
         yield "    inputs:"
         yield from (f"      {name}: {_inline(spec)}" for name, spec in probe.inputs.items())
-
-
-def _variable(entry: Shard | Gather) -> str:
-    steps = (f"[{step}]" if isinstance(step, int) or step == "*" else f"['{step}']" for step in entry.path)
-    return entry.variable + "".join(steps)
 
 
 def _shard(shard: Shard) -> dict[str, Any]:

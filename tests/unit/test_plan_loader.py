@@ -94,6 +94,9 @@ def test_shipped_plans_load(path) -> None:  # type: ignore[no-untyped-def]
         ("model: Model", "modl: Model", "CP103", "unknown key 'modl'", 1, 1),
         ("model: Model\n", "", "CP107", "missing key 'model'", 1, 1),
         ('">=0.42,<0.43"', "newest", "CP105", "'newest' is not a version range", 2, 12),
+        ('">=0.42,<0.43"', "''", "CP105", "'' is not a version range", 2, 12),
+        ('">=0.42,<0.43"', "'<0.42,>=0.43'", "CP105", "no version is in the range '<0.42,>=0.43'", 2, 12),
+        ('">=0.42,<0.43"', "'>=" + "1" * 5000 + "'", "CP105", "is not a version range", 2, 12),
         ('">=0.42,<0.43"', "0.42", "CP105", "0.42 is not a version range", 2, 12),
         ("heads: num_heads", "heads: __class__", "CP105", "'__class__' is not a name", 3, 8),
         ("heads: num_heads", "heads: num_heads\nrequires: [a.b]", "CP105", "'a.b' is not a name", 4, 12),
@@ -103,6 +106,7 @@ def test_shipped_plans_load(path) -> None:  # type: ignore[no-untyped-def]
         ("[blocks, more]", "[]", "CP105", "an empty list of blocks", 4, 9),
         ("[blocks, more]", "[blocks, more, blocks]", "CP105", "'blocks' is named twice", 4, 24),
         ("[text, latent]\nregion", "[text, latent, 'a\"; x']\nregion", "CP105", "is not a name", 5, 25),
+        ("[text, latent]\nregion", "[text, latent, b]\nregion", "CP105", "nothing in 'shard' cuts stream 'b'", 5, 25),
         ("[text, latent]\nregion", "[text, latent, lambda]\nregion", "CP105", "'lambda' is not a name", 5, 25),
         ("{before: blocks}", "{after: blocks}", "CP103", "unknown key 'after'", 7, 11),
         ("{before: blocks}", "blocks", "CP105", "expected a mapping", 7, 10),
@@ -118,6 +122,7 @@ def test_shipped_plans_load(path) -> None:  # type: ignore[no-untyped-def]
         ("hidden: {dim: 1, ndim: 3", "hidden: {dim: 1", "CP107", "missing key 'ndim'", 9, 5),
         ("stream: latent, when: n", "stream: laten, when: n", "CP105", "unknown stream 'laten'", 9, 39),
         ("stream: latent, when: n", "stream: [], when: n", "CP105", "an empty list of streams", 9, 39),
+        ("stream: latent, when: n", "stream: [latent, latent], when: n", "CP105", "'latent' is named twice", 9, 48),
         ("when: ndim == 3", "when: print(1)", "CP109", "not a condition: 'print(1)' is not allowed", 9, 53),
         ("when: ndim == 3", "when: 3", "CP109", "not a condition: 3 is not text", 9, 53),
         ("when: ndim == 3, ", "before: blocks, ", "CP105", "'after' and 'before' say two places", 9, 5),
@@ -254,7 +259,9 @@ def test_a_joint_site_that_is_one_in_no_list() -> None:
 def test_places_of_a_probes_arguments() -> None:
     plan = load_plan(FULL + "  - {name: more, base: a-1.b, config: {layers: 1}}\n", "made.yaml")
     lines = [{key: place.line for key, place in probe.places.items() if place} for probe in plan.probes]
+    lines = [{place: line for place, line in of.items() if len(place) > 1 and place[0] != "before"} for of in lines]
     first = {("config", "heads"): 26, ("config", "nested"): 26, ("inputs", "hidden"): 27}
+    first |= {("config", "nested", "x"): 26, ("inputs", "hidden", "shape"): 27}
     assert lines == [first, first | {("config", "layers"): 29}]
 
 
@@ -316,6 +323,38 @@ def test_refusals_that_are_none(old: str, new: str, code: str, message: str, col
         and (finding.location.line, finding.location.column) == (11, column)
         for finding in found
     ), "\n".join(finding.render() for finding in found)
+
+
+@pytest.mark.parametrize(
+    ("shards", "met"),
+    [
+        ("x: {AS}, 'x[0]': {AS}", ["x[0] is cut there by 'x' already"]),
+        ("'x[0]': {AS}, x: {AS}", ["x is cut there by 'x[0]' already"]),
+        ("'x[*]': {AS}, 'x[0]': {AS}", ["x[0] is cut there by 'x[*]' already"]),
+        ("'x[0][1]': {AS}, 'x[*]': {AS}", ["x[*] is cut there by 'x[0][1]' already"]),
+        ("'x[*]': {AS}, \"x['a']\": {AS}", ["x['a'] is cut there by 'x[*]' already"]),
+        ("'x[1]': {AS}, 'x[01]': {AS}", ["x[1] is cut there by 'x[1]' already"]),
+        ("x: {AS}, 'x[0]': {AS, before: blocks}", ["x[0] is cut there by 'x' already"]),  # where the region begins
+        ("x: {AS, after: m}, 'x[0]': {AS, after: m}", ["x[0] is cut there by 'x' already"]),
+        ("x: {AS}, 'x[0]': {AS, when: n == 1}", ["x[0] is cut there by 'x' already"]),
+        ("'x[0]': {AS, when: n == 1}, 'x[*]': {AS, when: n == 1}", ["x[*] is cut there by 'x[0]' already"]),
+        ("'x[0]': {AS, when: n == 1}, 'x[*]': {AS, when: n == 2}", []),
+        ("'x[0]': {AS}, 'x[1]': {AS}, 'x[-1]': {AS}, x_: {AS}", []),
+        ("x: {AS}, 'x[0]': {AS, before: more}, 'x[1]': {AS, after: m}", []),
+    ],
+)
+def test_a_value_is_cut_once_at_a_place(shards: str, met: list[str]) -> None:
+    text = plan_text(shard="{" + shards.replace("AS", "dim: 1, ndim: 3, stream: latent") + "}")
+    assert [finding.message for finding in (findings(text) if met else [])] == met
+    if not met:
+        load_plan(text, "made.yaml")
+
+
+def test_a_value_is_gathered_once_at_a_place() -> None:
+    gather = "{x: {after: m, AS}, 'x[0]': {after: m, AS}, 'x[1]': {AS}}"
+    (found,) = findings(plan_text(gather=gather.replace("AS", "dim: 1, ndim: 3, stream: latent")))
+    assert found.message == "x[0] is gathered there by 'x' already" and found.note
+    assert found.location and (found.location.line, found.location.column) == (8, 60)
 
 
 LEADS = FULL.replace("stream: latent, when: ndim == 3,", "stream: latent, start: self.config.lead,").replace(

@@ -136,6 +136,7 @@ def test_lists_that_the_plan_does_not_have() -> None:
     assert "unknown module list 'block'" in found.message and found.hint == "did you mean 'blocks'?"
     assert [f.message for f in findings(plan_text() + "tensor_parallel: [blocks]\n")] == ["expected a mapping"]
     assert any("expected a mapping" in f.message for f in findings(plan_text() + "tensor_parallel: {blocks: column}\n"))
+    assert [f.code for f in findings(plan_text() + "tensor_parallel: {}\n")] == ["CP105"]
     assert any("no layer of blocks" in f.message for f in findings(plan_text() + "tensor_parallel: {blocks: {}}\n"))
 
 

@@ -90,6 +90,38 @@ def test_each_variant_is_checked_whichever_is_installed(old: str, new: str, code
     assert finding.location is not None and finding.location.line == len(plan_text().splitlines()) + line
 
 
+@pytest.mark.parametrize(
+    ("own", "ranges", "message", "line"),
+    [
+        (">=0.38,<0.43", ["<0.38"], "no version in '<0.38' is in the plan's range '>=0.38,<0.43'", 0),
+        (">=0.38,<0.43", ["<=0.38.0"], None, 0),
+        (">=0.38,<0.43", [">=0.43"], "no version in '>=0.43' is in the plan's range '>=0.38,<0.43'", 0),
+        (">=0.38,<0.43", ["<0.40", "==0.39.*"], "earlier variants have every version in '==0.39.*'", 1),
+        (">=0.38,<0.43", ["<0.40", "<0.40"], "earlier variants have every version in '<0.40'", 1),
+        (">=0.38,<0.43", ["==0.39.*", "<0.40"], None, 0),
+        (">=0.38,<0.43", ["<0.40", ">=0.40,<0.42", ">=0.39,<0.42"], "earlier variants have every version in", 2),
+        (">=0.38,<0.43", ["<0.40", ">=0.41", ">=0.39"], None, 0),
+        (">=0.38,<0.43", ["~=0.39.1", "==0.39.0"], None, 0),
+        (">=0.38,<0.43", ["!=0.39.0", "<0.39"], "earlier variants have every version in '<0.39'", 1),
+        (">=0.38,<0.43", ["!=0.39.0", "<0.40"], None, 0),
+        (None, ["<0.1", ">=0.1"], None, 0),
+        (None, ["<0.2", "<0.1"], "earlier variants have every version in '<0.1'", 1),
+    ],
+)
+def test_every_variant_counts_somewhere(own: str | None, ranges: list[str], message: str | None, line: int) -> None:
+    lines = [f'  - {{diffusers: "{range_}", heads: other}}' for range_ in ranges]
+    text = plan_text() + (f'diffusers: "{own}"\n' if own else "") + "\n".join(["variants:", *lines, ""])
+    if message is None:
+        assert len(load_plan(text, "made.yaml").variants) == len(ranges)
+        return
+    with pytest.raises(CpgenError) as caught:
+        load_plan(text, "made.yaml")
+    (finding,) = caught.value.findings
+    assert finding.code == "CP105" and finding.message.startswith(message)
+    assert finding.location and finding.location.line == len(text.splitlines()) - len(ranges) + 1 + line
+    assert finding.location.column == 17
+
+
 @pytest.mark.parametrize(("value", "message"), [("{}", "expected a list"), ("[3]", "expected a mapping")])
 def test_variants_are_a_list_of_mappings(value: str, message: str) -> None:
     with pytest.raises(CpgenError, match=f"CP105.*{message}"):
