@@ -11,7 +11,10 @@ from cpgen.strategy import Exchange
 from cpgen.surgery.cached_keys import first_use, misuse
 from cpgen.surgery.edits import Edit, Insertion
 from cpgen.surgery.functions import ATTENTION_LAYOUT, Function, argument, attention_function, may_be_causal
+from cpgen.surgery.reads import later_use, length_read, reads_of
 from cpgen.surgery.region_edits import shard_arguments, wrap
+
+_SIMPLE_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
 
 
 def attention_edits(
@@ -108,7 +111,7 @@ def _site_edits(
         find("query, key and value of the call must be variables, or all three NAME.transpose(1, 2)")
         return []
     query, key, value = (tensor.id for tensor in tensors)  # type: ignore[union-attr]
-    sized = _length_read(call, tensors, function)
+    sized = length_read(call, tensors, function)
     if sized is not None:
         find(f"'{ast.unparse(sized)}' in the call would be of this rank's tokens or heads, or of the exchanged ones")
     if exchange.outer == "allgather" and not exchange.ulysses and not together and query in (key, value):
@@ -120,7 +123,7 @@ def _site_edits(
         find(f"the call may be causal, but the plan says {site.kind}", "write kind: causal")
     target = statement.targets[0] if isinstance(statement, ast.Assign) and statement.value is call else None
     others = target.elts[1:] if isinstance(target, (ast.Tuple, ast.List)) else []
-    read = [name for other in others for name in _reads_of(other, function)]
+    read = [name for other in others for name in reads_of(other, function)]
     if read:
         find(f"'{read[0]}', which the call returns beside its output, is of this rank's heads or tokens only")
     if exchange.outer == "ring" and others:
@@ -163,7 +166,7 @@ def _site_edits(
         edits.append(wrap(function, call.func, f"{cp}.ring_attention(", ")", "keys and values of all tokens, in turn"))
     elif exchange.outer == "allgather" and causal:
         edits.append(wrap(function, call.func, f"{cp}.own_queries(", ")", "this rank's rows of the causal mask"))
-    later = _later_use(function, call, statement, rebound)
+    later = later_use(function, call, statement, rebound)
     if later is not None:
         find(f"'{later.id}' is used again at line {later.lineno}, where it would be the exchanged one")
     mask = argument(call, 3, "attn_mask")
@@ -282,16 +285,6 @@ def _heads_to_seq(call: ast.Call, statement: ast.stmt, function: Function, cp: s
     return wrap(function, call, f"{cp}.heads_to_seq(", ")", reason)
 
 
-def _reads_of(target: ast.expr, function: Function) -> list[str]:
-    """Names that `target` binds and the function reads anywhere."""
-    bound = {node.id for node in ast.walk(target) if isinstance(node, ast.Name)}
-    return sorted(
-        node.id
-        for node in ast.walk(function.node)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in bound
-    )
-
-
 def _whole_edits(whole: Whole, function: Function, cp: str, findings: list[Finding]) -> list[Edit]:
     names = [name for name in (whole.before, whole.after, whole.until) if name]
     missing = [name for name in names if not function.assignments_of(name)]
@@ -325,9 +318,6 @@ def _whole_edits(whole: Whole, function: Function, cp: str, findings: list[Findi
     return edits
 
 
-_SIMPLE_STATEMENTS = (ast.Assign, ast.AnnAssign, ast.AugAssign, ast.Return, ast.Expr)
-
-
 def _may_not_run(call: ast.Call, statement: ast.stmt, function: Function) -> bool:
     node: ast.AST = call
     while node is not statement:
@@ -335,70 +325,3 @@ def _may_not_run(call: ast.Call, statement: ast.stmt, function: Function) -> boo
         if isinstance(node, (ast.IfExp, ast.BoolOp)):
             return True
     return False
-
-
-def _length_read(call: ast.Call, tensors: list[ast.expr | None], function: Function) -> ast.expr | None:
-    """An expression in the call, beside query, key and value, that reads one of them or some tensor's length.
-
-    Their channels, dtype and device are the same before and after any exchange.
-    """
-    names = {tensor.id for tensor in tensors if isinstance(tensor, ast.Name)}
-    causal = argument(call, 5, "is_causal")
-    for node in ast.walk(causal) if causal is not None else ():
-        if isinstance(node, ast.Attribute) and node.attr in ("shape", "size"):
-            return node
-    for node in ast.walk(call):
-        if node in tensors or not isinstance(node, ast.Name) or node.id not in names:
-            continue
-        parent = function.parents[node]
-        harmless = isinstance(parent, ast.Attribute) and parent.attr in ("dtype", "device")
-        if not harmless and not (isinstance(parent, ast.Attribute) and _is_channels(parent, function)):
-            return node
-    return None
-
-
-def _is_channels(attribute: ast.Attribute, function: Function) -> bool:
-    """Whether it is x.shape[-1], or x.size(-1)."""
-    parent = function.parents[attribute]
-    if attribute.attr == "shape" and isinstance(parent, ast.Subscript):
-        return ast.unparse(parent.slice) == "-1"
-    return attribute.attr == "size" and isinstance(parent, ast.Call) and [ast.unparse(a) for a in parent.args] == ["-1"]
-
-
-def _later_use(function: Function, call: ast.Call, statement: ast.stmt, names: tuple[str, ...]) -> ast.Name | None:
-    """A read of one of `names` that would see the exchanged tensor: beside the call in its statement, in a function
-    inside this one, or behind the statement and ahead of the next assignment. Its dtype and device may be read.
-    """
-    end = statement.end_lineno or statement.lineno
-    inside_call = set(ast.walk(call))
-    inner = {
-        node
-        for part in ast.walk(function.node)
-        if isinstance(part, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)) and part is not function.node
-        for node in ast.walk(part)
-        if not _binds(part, names)
-    }
-    reassigned: dict[str, int] = {}
-    for node in ast.walk(function.node):
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.lineno > end and node.id in names:
-            reassigned[node.id] = min(node.lineno, reassigned.get(node.id, node.lineno))
-    for node in ast.walk(function.node):
-        if not (isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and node.id in names):
-            continue
-        beside = statement.lineno <= node.lineno <= end and node not in inside_call
-        behind = end < node.lineno <= reassigned.get(node.id, node.lineno)
-        if not (beside or behind or node in inner):
-            continue
-        parent = function.parents[node]
-        if isinstance(parent, ast.Attribute) and parent.attr in ("dtype", "device"):
-            continue
-        if isinstance(parent, ast.Call) and isinstance(parent.func, ast.Attribute) and parent.func.attr == "type_as":
-            continue
-        return node
-    return None
-
-
-def _binds(function: ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda, names: tuple[str, ...]) -> bool:
-    """Whether an inner function has parameters of these names, which are then its own."""
-    args = function.args
-    return any(arg.arg in names for arg in (*args.posonlyargs, *args.args, *args.kwonlyargs))
