@@ -56,6 +56,15 @@ def catalog(out: Path) -> list[dict[str, Any]]:
     return rows
 
 
+def as_table(rows: list[dict[str, Any]]) -> str:
+    """The rows of `catalog` in columns, one line a model."""
+    titles = ("model", "plan", "streams", "strategies", "probes", "proven", "state")
+    table = [titles, *(tuple(_cell(row, title) for title in titles) for row in rows)]
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    lines = ["  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)) for cells in table]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
+
+
 def describe(plan: Plan) -> str:
     """A plan in words, one line an entry."""
     lines = [f"{plan.model}  ({plan.name}, diffusers {plan.diffusers or 'any'})"]
@@ -121,6 +130,13 @@ def describe(plan: Plan) -> str:
     for probe in plan.probes:
         lines.append(f"probe       {probe.name}")
     return "\n".join(lines) + "\n"
+
+
+def _cell(row: dict[str, Any], title: str) -> str:
+    value = row[title]
+    if title == "probes":
+        return str(len(value)) if value else "-"
+    return (", ".join(value) if isinstance(value, list) else value) or "-"
 
 
 def _when(shard: Shard) -> str:

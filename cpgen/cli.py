@@ -6,14 +6,11 @@ import json
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
 
 import cpgen
-
-if TYPE_CHECKING:
-    from cpgen.drift import FileState
 
 OUT = click.option(
     "--out",
@@ -89,10 +86,9 @@ def emit(
     as_json: bool,
 ) -> None:
     """Write the parallel package of a model. All files or none; only what changed."""
-    from cpgen.disk import write_package
-    from cpgen.package import Request, generate
-    from cpgen.package_requests import request_again, requests_in, say_choices
-    from cpgen.source import SourceTree
+    from cpgen.package import Request
+    from cpgen.package_commands import emit_command
+    from cpgen.package_requests import request_again, requests_in
 
     if everything == bool(models):
         raise click.UsageError("give --model M (or more of them), or --all")
@@ -123,32 +119,7 @@ def emit(
         requests = [request_again(model, out, given) for model in models]
     else:
         requests = [Request(model, **given) for model in models]
-    tree = SourceTree()
-    packages = [generate(request, out, tree) for request in requests]
-    for item in packages:
-        say_choices(item, out / item.name)
-    report = []
-    for item in packages:
-        counts = _line_counts(out / item.name, item.files)
-        changed = sorted(counts) if dry_run else sorted(write_package(item, out, force=force))
-        for file in changed:
-            path = (out / item.name / file).as_posix()
-            added, removed = counts.get(file, (0, 0))
-            click.echo(f"{'would write' if dry_run else 'wrote'} {path} (+{added} -{removed})", err=True)
-            if not as_json and not sys.stdout.isatty():  # on a terminal the line above says it
-                click.echo(path)
-        if not changed:
-            click.echo(f"{(out / item.name).as_posix()} is up to date", err=True)
-        if changed and item.plan.name.endswith("(_cp_plan)"):
-            click.echo(f"  = note: {item.plan.name} has no probes, so nothing has proven {item.name}", err=True)
-            click.echo(
-                "  = help: write a plan with probes (docs/plans.md), emit with it, and run cpgen verify", err=True
-            )
-        report.append(
-            {"package": item.name, "model": item.target.class_name, "files": sorted(item.files), "changed": changed}
-        )
-    if as_json:
-        click.echo(json.dumps(report, indent=2))
+    emit_command(requests, out, dry_run=dry_run, force=force, as_json=as_json)
 
 
 @cli.command()
@@ -158,35 +129,11 @@ def emit(
 @JSON
 def check(packages: tuple[str, ...], everything: bool, out: Path, as_json: bool) -> None:
     """Regenerate packages in memory and compare. Exits 1 if a plan, cpgen, diffusers or a hand moved something."""
-    from cpgen.drift import check_package, edited_error, find_packages
-    from cpgen.source import SourceTree
+    from cpgen.drift import find_packages
+    from cpgen.package_commands import check_command
 
     names = _package_names(packages, everything, out, find_packages(out))
-    tree = SourceTree()
-    states: list[FileState] = []
-    with click.progressbar(names, label="checking", file=sys.stderr, hidden=not sys.stderr.isatty()) as bar:
-        for name in bar:
-            states += check_package(name, out, tree)
-    if as_json:
-        click.echo(json.dumps([vars(state) for state in states], indent=2))
-    for state in states:
-        path = (out / state.package / state.file).as_posix()
-        if state.state == "changed":
-            click.echo(f"would rewrite {path} (+{state.added} -{state.removed})", err=True)
-        elif state.state == "missing":
-            click.echo(f"would write {path}", err=True)
-        elif state.state == "stale":
-            click.echo(f"would remove {path}", err=True)
-    error = edited_error(states, out)
-    if error is not None:
-        click.echo(str(error), err=True)
-    bad = sum(state.state != "same" for state in states)
-    good = len(states) - bad
-    if bad:
-        advice = "" if error is not None else " Run: cpgen emit --all"
-        click.echo(f"{_files(bad)} out of date, {good} up to date.{advice}", err=True)
-        sys.exit(1)
-    click.echo(f"{_files(good)} up to date", err=True)
+    sys.exit(check_command(names, out, as_json))
 
 
 @cli.command()
@@ -210,24 +157,13 @@ def diff(packages: tuple[str, ...], upstream: bool, out: Path) -> None:
 @JSON
 def list_models(out: Path, as_json: bool) -> None:
     """List diffusers' transformers and ControlNets: plan, streams, strategies, probes, last proven version, state."""
-    from cpgen.catalog import catalog
+    from cpgen.catalog import as_table, catalog
 
     rows = catalog(out)
     if as_json:
         click.echo(json.dumps(rows, indent=2))
         return
-    titles = ("model", "plan", "streams", "strategies", "probes", "proven", "state")
-    table = [titles, *(tuple(_cell(row, title) for title in titles) for row in rows)]
-    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
-    for cells in table:
-        click.echo("  ".join(f"{cell:{width}}" for cell, width in zip(cells, widths, strict=True)).rstrip())
-
-
-def _cell(row: dict[str, Any], title: str) -> str:
-    value = row[title]
-    if title == "probes":
-        return str(len(value)) if value else "-"
-    return (", ".join(value) if isinstance(value, list) else value) or "-"
+    click.echo(as_table(rows), nl=False)
 
 
 @cli.group()
@@ -411,24 +347,6 @@ def _package_name(given: str, out: Path) -> str:
     """A shell completes paths: generated/wan_transformer_3d/ names the package as well."""
     name = given.rstrip("/").rpartition("/")[2]
     return name if (out / name).is_dir() else given
-
-
-def _line_counts(folder: Path, files: dict[str, str]) -> dict[str, tuple[int, int]]:
-    """For each file that is not on disk as in `files`: lines added and removed."""
-    from cpgen.drift import unified_diff
-
-    counts = {}
-    for name, text in files.items():
-        path = folder / name
-        old = path.read_bytes().decode("utf-8", errors="replace") if path.is_file() else ""
-        if old != text or not path.is_file():
-            lines = unified_diff(old, text, "", "").splitlines()[2:]
-            counts[name] = (sum(line.startswith("+") for line in lines), sum(line.startswith("-") for line in lines))
-    return counts
-
-
-def _files(count: int) -> str:
-    return f"{count} file" if count == 1 else f"{count} files"
 
 
 def _coloured(text: str) -> str:

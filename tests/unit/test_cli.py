@@ -90,7 +90,7 @@ def raising(error: BaseException) -> Any:
 
 
 def test_internal_error_is_3_and_shows_no_traceback(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpgen.package.generate", raising(KeyError("lost")))
+    monkeypatch.setattr("cpgen.package_commands.generate", raising(KeyError("lost")))
     ran = run(*MADE)
     assert ran.exit == 3 and ran.out == "" and not Path("generated").exists()
     assert ran.err.splitlines() == [
@@ -104,7 +104,7 @@ def test_internal_error_is_3_and_shows_no_traceback(project: Path, monkeypatch: 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), cpgen.cli.click.Abort()])
 def test_interruption_is_130(project: Path, monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    monkeypatch.setattr("cpgen.package.generate", raising(error))
+    monkeypatch.setattr("cpgen.package_commands.generate", raising(error))
     ran = run(*MADE)
     assert (ran.exit, ran.out, ran.err.strip()) == (130, "", "interrupted")
 
@@ -204,5 +204,5 @@ def test_reader_that_goes_away_is_no_error(project: Path) -> None:
 
 
 def test_findings_are_errors_of_the_command_line(project: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cpgen.package.generate", raising(CpgenError([], exit_code=1)))
+    monkeypatch.setattr("cpgen.package_commands.generate", raising(CpgenError([], exit_code=1)))
     assert run(*MADE).exit == 1
