@@ -10,17 +10,14 @@ from __future__ import annotations
 import ast
 from dataclasses import dataclass, field
 
-from cpgen.conditions import ConditionError, parse_condition
 from cpgen.diagnostics import CpgenError, Finding, fail
-from cpgen.plan import AttentionFunction, Gather, Plan, Shard, Site
+from cpgen.native_attention import LATENT, attention_functions
+from cpgen.plan import Gather, Plan, Shard
 from cpgen.source import SourceTree
-from cpgen.surgery.functions import Function, attention_function, may_be_causal, method, submodules
+from cpgen.surgery.functions import Function, is_none, method, submodules
 from cpgen.target import Target
 
-LATENT, TEXT = "hidden_states", "encoder_hidden_states"  # diffusers' names for the two usual streams
 _LABEL = " (_cp_plan)"  # behind the file, as the plan's name
-_WRITTEN_OUT = ("softmax", "MultiheadAttention", "flash_attn_func", "flash_attn_varlen_func", "flex_attention")
-_TEXT_WORDS = ("encoder", "context", "txt", "text", "cap")
 
 
 def has_native_plan(target: Target) -> bool:
@@ -50,7 +47,8 @@ def native_plan(target: Target, tree: SourceTree) -> Plan:
         raise fail("CP504", f"{target.class_name} defines no forward of its own", target.module.location(target.node))
     reader = _Reader(target, forward)
     reader.read(node)
-    attention = tuple(reader.attention())
+    streams = reader.token_streams()
+    attention = tuple(attention_functions(target, streams, reader.main_stream() or LATENT, reader.find))
     blocks = reader.blocks()
     if not blocks:
         reader.find(target.node, "no list of blocks: forward loops over no nn.ModuleList")
@@ -231,7 +229,7 @@ class _Reader:
             and isinstance(statement.targets[0], ast.Name)
         ):
             variable = statement.targets[0].id
-        stream = self._main_stream()
+        stream = self.main_stream()
         for i, part in enumerate(value.elts if isinstance(value, (ast.List, ast.Tuple)) else [value]):
             entry = self._entry(part, "ContextParallelOutput")
             if entry is not None and stream is not None:
@@ -239,69 +237,15 @@ class _Reader:
                 place = self.target.module.location(part)
                 self.gathers.append(Gather(variable, path, entry.dim, entry.ndim, stream, module, location=place))
 
-    def _main_stream(self) -> str | None:
-        streams = self._token_streams()
+    def main_stream(self) -> str | None:
+        streams = self.token_streams()
         if not streams:
             return self.shards[0].streams[0] if self.shards else None
         return LATENT if LATENT in streams else streams[0]
 
-    def _token_streams(self) -> list[str]:
+    def token_streams(self) -> list[str]:
         """Streams of hidden states: inputs with three dims."""
         return [s.streams[0] for s in self.shards if s.after is None and s.ndim in (3, None) and not s.path]
-
-    # Attention
-
-    def attention(self) -> list[AttentionFunction]:
-        functions = []
-        for name, node in self.target.module.definitions.items():
-            if not isinstance(node, ast.ClassDef):
-                continue
-            function = method(self.target.module, node, "__call__") or method(self.target.module, node, "forward")
-            calls = function.attention_calls() if function is not None else []
-            if function is None or not calls:
-                continue
-            sites = [self._site(i, call, function) for i, call in enumerate(calls) if isinstance(call, ast.Call)]
-            functions.append(AttentionFunction(name, tuple(sites)))
-        if not any(site.streams for function in functions for site in function.sites):
-            self.find(
-                self.target.node, "no attention call in this file has a parallel_config: nothing would be exchanged"
-            )
-        for call in ast.walk(self.target.module.tree):
-            called = ast.unparse(call.func).rpartition(".")[2] if isinstance(call, ast.Call) else ""
-            if called in _WRITTEN_OUT:
-                self.find(call, f"{called} may be attention written out, which diffusers' convention does not cover")
-        return functions
-
-    def _site(self, number: int, call: ast.Call, function: Function) -> Site:
-        local = Site(number, "cross", location=self.target.module.location(call))
-        config = next((k.value for k in call.keywords if k.arg == "parallel_config"), None)
-        if attention_function(call) != "dispatch_attention_fn":
-            self.find(call, "attention that does not go through dispatch_attention_fn is not in diffusers' convention")
-            return local
-        if config is None or _is_none(config):
-            return local
-        when = None
-        if isinstance(config, ast.IfExp):
-            test = config.test if _is_none(config.orelse) else ast.UnaryOp(ast.Not(), config.test)
-            try:
-                when = parse_condition(ast.unparse(test))[0]
-            except ConditionError:
-                self.find(config, "this condition is not one that a plan may hold")
-        place = self.target.module.location(call)
-        streams = self._token_streams()
-        latent = self._main_stream() or LATENT
-        kind = "causal" if may_be_causal(call) else "self"
-        if TEXT not in streams or latent == TEXT:
-            return Site(number, kind, (latent,), when=when, location=place)
-        order = _concatenation_order(function)
-        if order is not None:
-            joint = tuple(TEXT if is_text else latent for is_text in order)
-            return Site(number, "joint", joint, when=when, location=place)
-        if when is None and TEXT in function.parameters and _reads_keys_from_text(function):
-            # Self- and cross-attention in one function, and the text is cut: its keys are put together like others.
-            given = f"{TEXT} is not None"
-            return Site(number, "cross", (latent,), (TEXT,), given, (latent,), location=place)
-        return Site(number, kind, (latent,), when=when, location=place)
 
     # The source
 
@@ -389,31 +333,4 @@ def _may_be_none(function: Function, name: str) -> bool:
     positional = [*args.posonlyargs, *args.args]
     defaults = {a.arg: d for a, d in zip(reversed(positional), reversed(args.defaults), strict=False)}
     defaults |= {a.arg: d for a, d in zip(args.kwonlyargs, args.kw_defaults, strict=True) if d is not None}
-    return name in defaults and _is_none(defaults[name])
-
-
-def _is_none(node: ast.expr) -> bool:
-    return isinstance(node, ast.Constant) and node.value is None
-
-
-def _concatenation_order(function: Function) -> list[bool] | None:
-    """For the concatenation that joins text and latent tokens: for each part, whether it is text."""
-    for node in ast.walk(function.node):
-        if not (
-            isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in ("cat", "concat")
-        ):
-            continue
-        parts = node.args[0].elts if node.args and isinstance(node.args[0], (ast.List, ast.Tuple)) else []
-        flags = [any(word in ast.unparse(part) for word in _TEXT_WORDS) for part in parts]
-        if len(flags) == 2 and flags[0] != flags[1]:
-            return flags
-    return None
-
-
-def _reads_keys_from_text(function: Function) -> bool:
-    return any(
-        isinstance(node, ast.Call)
-        and "to_k" in ast.unparse(node.func)
-        and any(isinstance(a, ast.Name) and a.id == TEXT for a in node.args)
-        for node in ast.walk(function.node)
-    )
+    return name in defaults and is_none(defaults[name])

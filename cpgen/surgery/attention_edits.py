@@ -10,7 +10,7 @@ from cpgen.plan import AttentionFunction, Site, Whole
 from cpgen.strategy import Exchange
 from cpgen.surgery.cached_keys import first_use, misuse
 from cpgen.surgery.edits import Edit, Insertion
-from cpgen.surgery.functions import ATTENTION_LAYOUT, Function, argument, attention_function, may_be_causal
+from cpgen.surgery.functions import ATTENTION_LAYOUT, Function, argument, attention_function, is_none, may_be_causal
 from cpgen.surgery.reads import later_use, length_read, reads_of
 from cpgen.surgery.region_edits import shard_arguments, wrap
 
@@ -170,7 +170,7 @@ def _site_edits(
     if later is not None:
         find(f"'{later.id}' is used again at line {later.lineno}, where it would be the exchanged one")
     mask = argument(call, 3, "attn_mask")
-    if mask is not None and not (isinstance(mask, ast.Constant) and mask.value is None):
+    if mask is not None and not is_none(mask):
         # Cut to heads first, while its rows are whole. Ring attention cuts rows by itself.
         methods = {"mask_rows": exchange.outer == "allgather", "mask_heads": exchange.ulysses}
         before = "".join(f"{cp}.{method}(" for method, wanted in methods.items() if wanted)

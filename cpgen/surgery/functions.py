@@ -173,6 +173,10 @@ def attention_references(module: SourceModule) -> list[ast.expr]:
     return found
 
 
+def is_none(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant) and node.value is None
+
+
 def is_self_attribute(node: ast.AST, attribute: str) -> bool:
     return (
         isinstance(node, ast.Attribute)
