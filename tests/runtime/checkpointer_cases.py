@@ -23,7 +23,7 @@ from torch.distributed.checkpoint import filesystem
 from cpgen.runtime import random_state, step_directory
 from cpgen.runtime.checkpointer import Checkpointer
 from cpgen.runtime.mesh import data_rank
-from tests.runtime.training_cases import Run
+from tests.runtime.checkpoint_cases import Run
 
 
 def checkpointer(run: Run, directory: str, **options: Any) -> Checkpointer:

@@ -96,7 +96,7 @@ def batches_on_a_mesh(cp: int, axes: dict[str, int], tp: int = 1) -> tuple[tuple
 def saved_and_loaded_places(root: str, directory: str) -> tuple[list[list[int]], list[list[int]], int]:
     """(what was left after a save, what a new loader gives after the load, its length) through a checkpoint."""
     from cpgen.runtime.data import ResumableLoader
-    from tests.runtime.training_cases import Run
+    from tests.runtime.checkpoint_cases import Run
 
     def build(run: Run, seed: int) -> ResumableLoader:
         return ResumableLoader(Numbers(33), run.mesh, batch_size=2, collate_fn=listed, seed=seed)
@@ -119,7 +119,7 @@ def saved_and_loaded_places(root: str, directory: str) -> tuple[list[list[int]],
 def places_after_loading(root: str, directory: str, cp: int) -> list[list[int]]:
     """What is left for this rank when the checkpoint of `saved_and_loaded_places` is loaded at another degree."""
     from cpgen.runtime.data import ResumableLoader
-    from tests.runtime.training_cases import Run
+    from tests.runtime.checkpoint_cases import Run
 
     run = Run(root, cp)
     loader = ResumableLoader(Numbers(33), run.mesh, batch_size=1, collate_fn=listed)

@@ -8,7 +8,7 @@ import torch
 
 from cpgen.verify.models import build_model, load_package, randomise
 from tests.runtime.emitted import Emitted, inputs_of
-from tests.runtime.training_cases import load, tiny_loss, tiny_model, wan_loss, wan_model
+from tests.runtime.training_models import load, tiny_loss, tiny_model, wan_loss, wan_model
 
 
 def save_both(

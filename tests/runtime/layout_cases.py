@@ -16,7 +16,7 @@ from cpgen.runtime.mesh import data_rank
 from cpgen.verify.models import build_model, load_package, randomise
 
 from .emitted import Emitted
-from .training_cases import full
+from .training_models import full
 
 GLOBAL_BATCH = 4
 

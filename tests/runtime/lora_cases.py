@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from cpgen.probes import build_inputs
 from cpgen.verify.models import load_package, randomise
 from tests.runtime.emitted import Emitted
-from tests.runtime.training_cases import full
+from tests.runtime.training_models import full
 
 TARGETS = ["to_q", "to_k", "to_v", "to_out.0", "ffn.net.0.proj", "proj_out"]  # the last one is outside the blocks
 

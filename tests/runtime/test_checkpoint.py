@@ -6,13 +6,14 @@ import torch
 
 from cpgen.runtime import checkpoint
 from cpgen.verify.pool import WorkerError, WorkerPool
-from tests.runtime import training_cases as cases
+from tests.runtime import checkpoint_cases as cases
+from tests.runtime.training_models import emit_packages
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("packages")
-    cases.emit_packages(root)
+    emit_packages(root)
     return str(root)
 
 

@@ -21,7 +21,7 @@ from cpgen.runtime.mesh import seed_everything
 from cpgen.runtime.streams import ResumableStream
 from cpgen.verify.pool import WorkerPool
 from tests.runtime import data_cases as cases
-from tests.runtime import training_cases
+from tests.runtime import training_models
 from tests.runtime.data_cases import Augmented, DrawnStream, Numbers, StatefulStream, Stream, listed
 
 
@@ -448,7 +448,7 @@ def test_peers_get_the_same_batches_and_data_ranks_each_their_own(pool: WorkerPo
 
 def test_a_checkpoint_brings_the_place_back_on_any_mesh(pool: WorkerPool, tmp_path):
     (tmp_path / "packages").mkdir()
-    training_cases.emit_packages(tmp_path / "packages")
+    training_models.emit_packages(tmp_path / "packages")
     arguments = (str(tmp_path / "packages"), str(tmp_path / "runs"))
     results = pool.run(cases.saved_and_loaded_places, *arguments)
     left: set[int] = set()

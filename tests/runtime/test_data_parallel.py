@@ -4,12 +4,13 @@ from diffusers import WanTransformer3DModel
 
 from cpgen.verify.pool import WorkerError, WorkerPool
 from tests.runtime import training_cases as cases
+from tests.runtime.training_models import emit_packages, wan_model
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("packages")
-    cases.emit_packages(root)
+    emit_packages(root)
     return str(root)
 
 
@@ -69,7 +70,7 @@ def stays_in_fp32(name):
 
 @pytest.mark.parametrize("mode", ["fsdp", "ddp"])
 def test_mixed_precision_computes_what_diffusers_half_precision_model_does(pool: WorkerPool, root, tmp_path, mode):
-    cases.wan_model().save_pretrained(tmp_path)
+    wan_model().save_pretrained(tmp_path)
     [(expected, expected_gradients, dtypes)] = pool.run(cases.half_precision_reference, str(tmp_path), world_size=1)
     kept = {name for name, dtype in dtypes.items() if dtype == torch.float32}
     assert {"scale_shift_table", "blocks.0.scale_shift_table", "blocks.0.norm2.weight"} <= kept  # bare ones too

@@ -17,7 +17,7 @@ from cpgen.runtime.checkpoint import save_checkpoint
 from cpgen.runtime.checkpoint_content import read_metadata, storage_entries
 from cpgen.verify.pool import WorkerPool
 from tests.runtime import export_cases as cases
-from tests.runtime import training_cases
+from tests.runtime import training_models
 from tests.runtime.emitted import emit
 from tests.unit.projects import run
 
@@ -25,7 +25,7 @@ from tests.unit.projects import run
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("packages")
-    training_cases.emit_packages(root)
+    training_models.emit_packages(root)
     return str(root)
 
 

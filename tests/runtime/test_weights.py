@@ -12,15 +12,16 @@ from cpgen.runtime.checkpoint_content import read_metadata, storage_entries
 from cpgen.runtime.checkpoint_writer import quiet
 from cpgen.runtime.weight_files import INDEX, SINGLE
 from cpgen.verify.pool import WorkerPool
-from tests.runtime import training_cases as cases
-from tests.runtime import weight_cases
+from tests.runtime import training_models as models
+from tests.runtime import weight_cases as cases
+from tests.runtime.training_cases import half_precision_reference
 
 
 @pytest.fixture(scope="module")
 def root(tmp_path_factory):
     root = tmp_path_factory.mktemp("packages")
-    cases.emit_packages(root)
-    weight_cases.emit_tied_package(root)
+    models.emit_packages(root)
+    cases.emit_tied_package(root)
     return str(root)
 
 
@@ -39,7 +40,7 @@ def names(directory):
     ],
 )
 def test_saved_files_are_those_of_diffusers(pool: WorkerPool, root, tmp_path, kind, cp, options, world_size):
-    model = cases.wan_model() if kind == "wan" else cases.tiny_model()
+    model = models.wan_model() if kind == "wan" else models.tiny_model()
     model.save_pretrained(tmp_path / "diffusers")
     pool.run(cases.save_weights, root, kind, cp, str(tmp_path / "ours"), options, {}, world_size=world_size)
 
@@ -55,7 +56,7 @@ def test_saved_files_are_those_of_diffusers(pool: WorkerPool, root, tmp_path, ki
 
 @pytest.mark.parametrize("size", ["20KB", 9000, 1, "0.03MB"])
 def test_sharded_files_are_those_of_diffusers(pool: WorkerPool, root, tmp_path, size):
-    cases.wan_model().save_pretrained(tmp_path / "diffusers", max_shard_size=size)
+    models.wan_model().save_pretrained(tmp_path / "diffusers", max_shard_size=size)
     pool.run(cases.save_weights, root, "wan", 2, str(tmp_path / "ours"), {}, {"max_shard_size": size}, world_size=2)
     assert INDEX in names(tmp_path / "ours")
     assert names(tmp_path / "ours") == names(tmp_path / "diffusers")
@@ -76,7 +77,7 @@ def test_saving_again_leaves_nothing_of_the_old_set(pool: WorkerPool, root, tmp_
 
 def test_save_in_another_dtype_keeps_fp32_modules(pool: WorkerPool, root, tmp_path):
     pool.run(cases.save_weights, root, "wan", 2, str(tmp_path), {}, {"dtype": torch.bfloat16}, world_size=2)
-    reference = cases.wan_model().state_dict()
+    reference = models.wan_model().state_dict()
     for name, tensor in load_file(tmp_path / SINGLE).items():
         kept = any(part in WanTransformer3DModel._keep_in_fp32_modules for part in name.split("."))
         assert tensor.dtype == (torch.float32 if kept else torch.bfloat16), name
@@ -93,10 +94,10 @@ def test_failed_save_is_an_error_on_every_rank(pool: WorkerPool, root, tmp_path)
 @pytest.mark.parametrize("mode", ["fsdp", "ddp", "none"])
 @pytest.mark.parametrize("size", ["5GB", "20KB"])
 def test_load_equals_from_pretrained(pool: WorkerPool, root, tmp_path, mode, size):
-    model = cases.wan_model()
+    model = models.wan_model()
     model.save_pretrained(tmp_path, max_shard_size=size)
     with torch.no_grad():
-        expected = model.eval()(**cases.wan_batch(0), return_dict=False)[0]
+        expected = model.eval()(**models.wan_batch(0), return_dict=False)[0]
     total = sum(parameter.numel() for parameter in model.parameters())
     results = pool.run(cases.load_weights, root, "wan", 2, str(tmp_path), {"data_parallel": mode})
     for state, others, held, output in results:
@@ -108,10 +109,10 @@ def test_load_equals_from_pretrained(pool: WorkerPool, root, tmp_path, mode, siz
 
 
 def test_load_keeps_plain_tensors_and_reads_buffers(pool: WorkerPool, root, tmp_path):
-    model = cases.tiny_model()
+    model = models.tiny_model()
     model.shift.fill_(0.75)
     model.save_pretrained(tmp_path)
-    hidden_states, timestep, _ = cases.tiny_batch(0)
+    hidden_states, timestep, _ = models.tiny_batch(0)
     with torch.no_grad():
         expected = model(hidden_states, timestep)
     for state, others, _, output in pool.run(cases.load_weights, root, "tiny", 1, str(tmp_path), {}):
@@ -123,8 +124,8 @@ def test_load_keeps_plain_tensors_and_reads_buffers(pool: WorkerPool, root, tmp_
 
 @pytest.mark.parametrize("options", [{}, {"data_parallel": "none"}, {"param_dtype": torch.bfloat16}])
 def test_load_in_half_precision_equals_from_pretrained(pool: WorkerPool, root, tmp_path, options):
-    cases.wan_model().save_pretrained(tmp_path)
-    expected, _, dtypes = cases.half_precision_reference(str(tmp_path))
+    models.wan_model().save_pretrained(tmp_path)
+    expected, _, dtypes = half_precision_reference(str(tmp_path))
     reference = WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16).state_dict()
     arguments = (root, "wan", 2, str(tmp_path), {"dtype": torch.bfloat16, **options})
     for state, _, _, output in pool.run(cases.load_weights, *arguments, world_size=2):
@@ -134,7 +135,7 @@ def test_load_in_half_precision_equals_from_pretrained(pool: WorkerPool, root, t
 
 
 def edited(directory, edit):
-    cases.tiny_model().save_pretrained(directory)
+    models.tiny_model().save_pretrained(directory)
     tensors = load_file(directory / SINGLE)
     edit(tensors)
     save_file(tensors, directory / SINGLE, metadata={"format": "pt"})
@@ -205,7 +206,7 @@ def nothing(directory):
 
 @pytest.mark.parametrize("damage", [cut, foreign, short_header, empty, no_config, broken_config, pickled_only, nothing])
 def test_damaged_directories(pool: WorkerPool, root, tmp_path, damage):
-    cases.tiny_model().save_pretrained(tmp_path)
+    models.tiny_model().save_pretrained(tmp_path)
     message = damage(tmp_path)
     for error in pool.run(cases.load_weights_error, root, str(tmp_path), world_size=2):
         assert message in error
@@ -240,7 +241,7 @@ def no_map(directory, index):
 
 @pytest.mark.parametrize("damage", [without_shard, wrong_map, outside, pickle_in_index, no_map])
 def test_damaged_index(pool: WorkerPool, root, tmp_path, damage):
-    cases.tiny_model().save_pretrained(tmp_path, max_shard_size=1000)
+    models.tiny_model().save_pretrained(tmp_path, max_shard_size=1000)
     index = json.loads((tmp_path / INDEX).read_text())
     message = damage(tmp_path, index)
     (tmp_path / INDEX).write_text(json.dumps(index))
@@ -260,10 +261,10 @@ def test_not_a_directory(pool: WorkerPool, root, tmp_path):
 def large(tmp_path_factory):
     """single/ and sharded/: a model of 288 MB in float32; small/: one to warm up with."""
     folder = tmp_path_factory.mktemp("large")
-    model = WanTransformer3DModel(**{**cases.WAN, **weight_cases.LARGE_WAN})
+    model = WanTransformer3DModel(**{**models.WAN, **cases.LARGE_WAN})
     model.save_pretrained(folder / "single")
     model.save_pretrained(folder / "sharded", max_shard_size="70MB")
-    cases.wan_model().save_pretrained(folder / "small")
+    models.wan_model().save_pretrained(folder / "small")
     assert len(list((folder / "sharded").glob("*.safetensors"))) > 4
     yield folder
     shutil.rmtree(folder)
@@ -273,14 +274,14 @@ def large(tmp_path_factory):
 @pytest.mark.parametrize(("options", "size"), [({}, 288e6), ({"dtype": torch.bfloat16}, 146e6)])
 def test_no_rank_needs_more_than_its_part_and_a_quarter(pool: WorkerPool, root, large, files, options, size):
     arguments = (root, str(large / files), str(large / "small"), options)
-    for peak, model in pool.run(weight_cases.load_peak, *arguments, False):
+    for peak, model in pool.run(cases.load_peak, *arguments, False):
         assert model == pytest.approx(size, rel=0.01)
         assert model / 4 < peak < 1.25 * model / 4  # below it, something would not have been read yet
 
 
 def test_the_measure_sees_whole_files(pool: WorkerPool, root, large):
     arguments = (root, str(large / "sharded"), str(large / "small"), {})
-    for peak, model in pool.run(weight_cases.load_peak, *arguments, True):
+    for peak, model in pool.run(cases.load_peak, *arguments, True):
         assert peak > 1.25 * model / 4
 
 
@@ -290,11 +291,11 @@ def test_the_measure_sees_whole_files(pool: WorkerPool, root, large):
 @pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}, {"data_parallel": "none"}])
 def test_a_parameter_of_two_names_is_saved_as_both(pool: WorkerPool, root, tmp_path, options):
     # diffusers' own save_pretrained refuses it, and its from_pretrained looks for both names.
-    model = weight_cases.tied_model()
+    model = cases.tied_model()
     with pytest.raises(RuntimeError, match="share memory"):
         model.save_pretrained(tmp_path / "diffusers")
-    pool.run(weight_cases.save_tied, root, str(tmp_path / "ours"), options, world_size=2)
-    loaded = weight_cases.TiedTransformer.from_pretrained(tmp_path / "ours").state_dict()
+    pool.run(cases.save_tied, root, str(tmp_path / "ours"), options, world_size=2)
+    loaded = cases.TiedTransformer.from_pretrained(tmp_path / "ours").state_dict()
     assert loaded.keys() == model.state_dict().keys()
     assert all(torch.equal(loaded[name], tensor) for name, tensor in model.state_dict().items())
 
@@ -302,10 +303,10 @@ def test_a_parameter_of_two_names_is_saved_as_both(pool: WorkerPool, root, tmp_p
 @pytest.mark.parametrize("options", [{}, {"data_parallel": "ddp"}, {"data_parallel": "none"}])
 @pytest.mark.parametrize("without", ["", "proj_in.weight", "proj_out.weight"])
 def test_a_parameter_of_two_names_is_loaded_as_one(pool: WorkerPool, root, tmp_path, options, without):
-    model = weight_cases.tied_model()
+    model = cases.tied_model()
     model(torch.ones(2, 6)).square().mean().backward()
     tied_files(model, tmp_path, lambda state: state.pop(without, None))
-    for tied, state, gradient in pool.run(weight_cases.load_tied, root, str(tmp_path), options, world_size=2):
+    for tied, state, gradient in pool.run(cases.load_tied, root, str(tmp_path), options, world_size=2):
         assert tied
         assert all(torch.equal(state[name], tensor) for name, tensor in model.state_dict().items())
         assert torch.allclose(gradient, model.proj_in.weight.grad, rtol=1e-5)
@@ -322,8 +323,8 @@ def test_a_parameter_of_two_names_and_two_values(pool: WorkerPool, root, tmp_pat
     def edit(state):
         state["proj_out.weight"][5, 5] += 1  # a part of rank 1 only
 
-    tied_files(weight_cases.tied_model(), tmp_path, edit)
-    for error in pool.run(weight_cases.load_error, root, "tied", str(tmp_path), world_size=2):
+    tied_files(cases.tied_model(), tmp_path, edit)
+    for error in pool.run(cases.load_error, root, "tied", str(tmp_path), world_size=2):
         assert f"proj_in.weight and proj_out.weight are one parameter in the class, but two in {tmp_path}" in error
 
 
@@ -331,8 +332,8 @@ def test_a_parameter_of_two_names_under_neither(pool: WorkerPool, root, tmp_path
     def edit(state):
         del state["proj_in.weight"], state["proj_out.weight"]
 
-    tied_files(weight_cases.tied_model(), tmp_path, edit)
-    for error in pool.run(weight_cases.load_error, root, "tied", str(tmp_path), world_size=2):
+    tied_files(cases.tied_model(), tmp_path, edit)
+    for error in pool.run(cases.load_error, root, "tied", str(tmp_path), world_size=2):
         assert error.splitlines()[1:] == ["  missing: proj_in.weight or proj_out.weight"]
 
 
@@ -343,7 +344,7 @@ def test_a_parameter_of_two_names_under_neither(pool: WorkerPool, root, tmp_path
 def saved(root, pool: WorkerPool, tmp_path_factory):
     """A run's directory with the checkpoints of Wan after steps 1 and 2, and the weights after step 2."""
     folder = tmp_path_factory.mktemp("saved")
-    state = pool.run(weight_cases.save_trained, root, "wan", 2, str(folder), [1, 2], {})[0]
+    state = pool.run(cases.save_trained, root, "wan", 2, str(folder), [1, 2], {})[0]
     return folder, state
 
 
@@ -354,10 +355,10 @@ def saved(root, pool: WorkerPool, tmp_path_factory):
 def test_load_from_a_run(pool: WorkerPool, root, saved, cp, options, world_size):
     folder, expected = saved
     total = sum(tensor.numel() for tensor in expected.values())
-    model = cases.wan_model()
+    model = models.wan_model()
     model.load_state_dict(expected)
     with torch.no_grad():
-        output = model.eval()(**cases.wan_batch(0), return_dict=False)[0]
+        output = model.eval()(**models.wan_batch(0), return_dict=False)[0]
     for state, others, held, ours in pool.run(
         cases.load_weights, root, "wan", cp, str(folder), options, world_size=world_size
     ):
@@ -376,7 +377,7 @@ def test_load_from_one_step(pool: WorkerPool, root, saved):
 
 def test_load_from_a_run_in_half_precision(pool: WorkerPool, root, saved, tmp_path):
     folder, expected = saved
-    model = cases.wan_model()
+    model = models.wan_model()
     model.load_state_dict(expected)
     model.save_pretrained(tmp_path)
     reference = WanTransformer3DModel.from_pretrained(tmp_path, torch_dtype=torch.bfloat16).state_dict()
@@ -387,7 +388,7 @@ def test_load_from_a_run_in_half_precision(pool: WorkerPool, root, saved, tmp_pa
 
 
 def test_a_checkpoint_with_a_buffer_and_scalars(pool: WorkerPool, root, tmp_path):
-    expected = pool.run(weight_cases.save_trained, root, "tiny", 1, str(tmp_path), [1], {"data_parallel": "ddp"})[0]
+    expected = pool.run(cases.save_trained, root, "tiny", 1, str(tmp_path), [1], {"data_parallel": "ddp"})[0]
     for state, *_ in pool.run(cases.load_weights, root, "tiny", 1, str(tmp_path), {}):
         assert state.keys() == expected.keys()
         assert all(torch.equal(state[name], tensor) for name, tensor in expected.items())
@@ -473,13 +474,13 @@ def incomplete(copy):
 )
 def test_checkpoints_that_can_not_be_loaded(pool: WorkerPool, root, copy, damage):
     message = damage(copy)
-    for error in pool.run(weight_cases.load_error, root, "wan_cp2", str(copy.parent), world_size=2):
+    for error in pool.run(cases.load_error, root, "wan_cp2", str(copy.parent), world_size=2):
         assert message in error
 
 
 def test_a_checkpoint_without_a_description_and_with_a_config(pool: WorkerPool, root, saved, copy):
     no_description(copy)
-    cases.wan_model().save_config(copy)
+    models.wan_model().save_config(copy)
     state = pool.run(cases.load_weights, root, "wan", 2, str(copy), {}, world_size=2)[0][0]
     assert all(torch.equal(state[name], tensor) for name, tensor in saved[1].items())
 
@@ -487,5 +488,5 @@ def test_a_checkpoint_without_a_description_and_with_a_config(pool: WorkerPool, 
 def test_a_directory_of_plain_dcp(pool: WorkerPool, root, tmp_path):
     with quiet():
         dcp.save({"module": {"weight": torch.zeros(3)}}, checkpoint_id=tmp_path, no_dist=True)
-    for error in pool.run(weight_cases.load_error, root, "wan_cp2", str(tmp_path), world_size=2):
+    for error in pool.run(cases.load_error, root, "wan_cp2", str(tmp_path), world_size=2):
         assert f"{tmp_path} holds no model: save_checkpoint did not write it" in error

@@ -1,4 +1,4 @@
-"""Functions on the workers for load_pretrained: memory, parameters of two names, and checkpoints to start from."""
+"""Functions on the workers for weights: what is saved and loaded, memory, parameters of two names, and checkpoints."""
 
 from __future__ import annotations
 
@@ -14,7 +14,18 @@ from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from cpgen.verify.models import load_package
-from tests.runtime.training_cases import FILES, full, load, render, tiny_loss, tiny_model, wan_loss, wan_model
+from tests.runtime.training_models import (
+    FILES,
+    full,
+    load,
+    render,
+    tiny_batch,
+    tiny_loss,
+    tiny_model,
+    wan_batch,
+    wan_loss,
+    wan_model,
+)
 
 # 72 M parameters whose dims 4 ranks can't share evenly.
 LARGE_WAN = {"num_attention_heads": 15, "attention_head_dim": 66, "ffn_dim": 4099, "num_layers": 4, "text_dim": 64}
@@ -51,6 +62,57 @@ def emit_tied_package(root: Path) -> None:
 def tied_model(seed: int = 0) -> TiedTransformer:
     torch.manual_seed(seed)
     return TiedTransformer()
+
+
+def save_weights(
+    root: str, kind: str, cp: int, directory: str, options: dict[str, Any], save_options: dict[str, Any]
+) -> None:
+    package = load(root, f"{kind}_cp{cp}")
+    model = {"tiny": tiny_model, "wan": wan_model}[kind]()
+    model = package.parallelize(model, package.build_mesh("cpu"), **options)
+    package.save_pretrained(model, directory, **save_options)
+
+
+def load_weights(
+    root: str, kind: str, cp: int, directory: str, options: dict[str, Any]
+) -> tuple[dict[str, Tensor], dict[str, Tensor], int, Tensor]:
+    """(full state dict, buffers and tensors that are not in files, local elements of parameters, output)."""
+    package = load(root, f"{kind}_cp{cp}")
+    model = package.load_pretrained(directory, package.build_mesh("cpu"), **options)
+    state = {name: full(tensor) for name, tensor in model.state_dict().items()}
+    others = {name: buffer.clone() for name, buffer in model.named_buffers() if name not in state}
+    if kind == "tiny":
+        others["positions"] = model.positions
+    held = sum(p.to_local().numel() if hasattr(p, "to_local") else p.numel() for p in model.parameters())
+    assert not model.training
+    with torch.no_grad():
+        if kind == "wan":
+            batch = {name: tensor.to(options.get("dtype")) for name, tensor in wan_batch(0).items()}
+            batch["timestep"] = wan_batch(0)["timestep"]
+            output = model(**batch, return_dict=False)[0]
+        else:
+            hidden_states, timestep, _ = tiny_batch(0)
+            output = model(hidden_states, timestep)
+    return state, others, held, output
+
+
+def load_weights_error(root: str, directory: str) -> str:
+    package = load(root, "tiny_cp1")
+    try:
+        package.load_pretrained(directory, package.build_mesh("cpu"))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def save_weights_error(root: str, directory: str) -> str:
+    package = load(root, "tiny_cp1")
+    model = package.parallelize(tiny_model(), package.build_mesh("cpu"))
+    try:
+        package.save_pretrained(model, directory)
+    except ValueError as error:
+        return str(error)
+    return ""
 
 
 def load_peak(root: str, directory: str, warm_up: str, options: dict[str, Any], whole_files: bool) -> tuple[int, int]:

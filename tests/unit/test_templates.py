@@ -6,7 +6,7 @@ from pathlib import Path
 import jinja2
 import pytest
 
-from tests.runtime.training_cases import FILES, render
+from tests.runtime.training_models import FILES, render
 
 ROOT = Path(__file__).parents[2]
 WAN = {
