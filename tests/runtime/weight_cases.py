@@ -96,15 +96,6 @@ def load_weights(
     return state, others, held, output
 
 
-def load_weights_error(root: str, directory: str) -> str:
-    package = load(root, "tiny_cp1")
-    try:
-        package.load_pretrained(directory, package.build_mesh("cpu"))
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
 def save_weights_error(root: str, directory: str) -> str:
     package = load(root, "tiny_cp1")
     model = package.parallelize(tiny_model(), package.build_mesh("cpu"))

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.before_and_after import code, findings
 from tests.unit.projects import function_in, module_text, operated, plan_text
-from tests.unit.test_surgery import code, findings
 
 DIFFERENCE = """
 def __call__(self, attn, q1, q2, k1, k2, v, mask):

@@ -9,8 +9,8 @@ import pytest
 from cpgen.catalog import describe
 from cpgen.diagnostics import CpgenError
 from cpgen.plan_loader import load_plan
+from tests.unit.before_and_after import code, findings
 from tests.unit.projects import function_in, module_text, operated, plan_text
-from tests.unit.test_surgery import code, findings
 
 SITES = "[{call: 0, kind: self, stream: latent, cache: cache}]"
 CALL = """

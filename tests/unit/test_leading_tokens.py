@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.unit.before_and_after import check_forward, code, findings
 from tests.unit.projects import function_in, module_text, operated, plan_text
-from tests.unit.test_surgery import check_forward, code, findings
 
 BEFORE = """
 def forward(self, hidden_states, extra):
