@@ -7,10 +7,8 @@ from __future__ import annotations
 
 import inspect
 import itertools
-import logging
 import math
 import re
-import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -24,6 +22,7 @@ from cpgen.plan import Probe
 from cpgen.probes import build_inputs
 from cpgen.target import Target
 from cpgen.verify.models import build_model
+from cpgen.verify.quiet import quietly
 
 Spec = dict[str, Any]
 
@@ -48,23 +47,18 @@ def guess_probes(target: Target) -> tuple[Probe, ...]:
         raise _give_probes(target, f"nothing is known about its argument{'s'[: len(unknown) - 1]} {', '.join(unknown)}")
     trials = 0
     last = ""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings(), torch.no_grad():
-            warnings.simplefilter("ignore")
-            model = build_model(model_class, Probe("guess", config, {}), 0, torch.float32)
-            for guess in _guesses(model_class, required, settings):
-                trials += 1
-                if trials > _TRIALS:
-                    break
-                found = [Probe(f"guessed-{number}", config, each) for number, each in enumerate(guess, start=1)]
-                error = _error_of(model, found[0])
-                if error is None:
-                    error = _error_of(model, found[1])
-                    return tuple(found if error is None else found[:1])
-                last = error
-    finally:
-        logging.disable(logging.NOTSET)
+    with quietly(), torch.no_grad():
+        model = build_model(model_class, Probe("guess", config, {}), 0, torch.float32)
+        for guess in _guesses(model_class, required, settings):
+            trials += 1
+            if trials > _TRIALS:
+                break
+            found = [Probe(f"guessed-{number}", config, each) for number, each in enumerate(guess, start=1)]
+            error = _error_of(model, found[0])
+            if error is None:
+                error = _error_of(model, found[1])
+                return tuple(found if error is None else found[:1])
+            last = error
     raise _give_probes(target, f"none of {trials} guesses at its inputs ran; the last: {last}")
 
 

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import inspect
-import logging
 import sys
-import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +25,7 @@ from cpgen.source import SourceModule, SourceTree, diffusers_version
 from cpgen.target import Target
 from cpgen.verify.case import reference_of
 from cpgen.verify.models import build_model, load_reference, randomise
+from cpgen.verify.quiet import quietly
 
 _SEED = 0
 
@@ -38,7 +36,7 @@ def infer_plan(target: Target, probes: Sequence[Probe], tree: SourceTree) -> tup
     Raises CpgenError if the class cannot be run on the probes, or has no loop over blocks that attend.
     """
     forward = forward_of(target)
-    with _quietly():
+    with quietly():
         model_class = class_of(target)
         module_of = _source_finder(target, tree)
         models = []
@@ -110,14 +108,3 @@ def _source_finder(target: Target, tree: SourceTree) -> Callable[[str], SourceMo
         return None
 
     return find
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)

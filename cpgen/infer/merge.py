@@ -13,7 +13,6 @@ from cpgen.infer.look import MAIN, Cut, Look
 from cpgen.infer.sites import attention_entries
 from cpgen.plan import Gather, Plan, Prefix, Probe, Shard
 
-Key = tuple[str, tuple["str | int", ...], "str | None", int, int, str]  # of an exit
 Pattern = tuple[str, tuple["str | int", ...]]  # a variable and a path, with "*" for every element of a list
 
 

@@ -5,6 +5,7 @@ Nothing here imports torch, so that the process that hands out cases and prints 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from cpgen.plan import Probe
@@ -80,6 +81,11 @@ class Deviation:
 
     def accepted(self, exact: bool) -> bool:
         return self.difference == 0 if exact else self.ok
+
+
+def worst(deviations: Iterable[Deviation]) -> Deviation | None:
+    """The one that is furthest from its reference; None of none."""
+    return max(deviations, key=lambda deviation: deviation.badness, default=None)
 
 
 @dataclass(frozen=True)

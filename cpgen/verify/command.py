@@ -97,9 +97,11 @@ def _emit(request: Request, cps: list[int], strategies: list[str], folder: Path)
             if strategy != request.strategy:
                 variant = replace(variant, ulysses_degree=None, outer=None, load_balance=False)
             package = generate(variant, folder, tree)
-            place = folder / package.name / f"{strategy}-cp{cp}" / package.name
+            emitted = PackageToVerify(
+                package.name, folder / package.name, package.plan, reference_of(package.target), request.tp
+            )
             for name, text in package.files.items():
-                file = place / name
+                file = emitted.variant(cp, strategy) / package.name / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, "utf-8")
-    return PackageToVerify(package.name, folder / package.name, package.plan, reference_of(package.target), request.tp)
+    return emitted

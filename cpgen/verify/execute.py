@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import inspect
-import logging
-import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -16,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils import checkpoint
 
 from cpgen.probes import build_inputs
-from cpgen.verify.case import DDP, FSDP, NONE, UNBOUND, Case, CaseError, Deviation, ProbeError, RankReport
+from cpgen.verify.case import DDP, FSDP, NONE, UNBOUND, Case, CaseError, Deviation, ProbeError, RankReport, worst
 from cpgen.verify.compare import (
     Gradients,
     compare_gradients,
@@ -29,6 +27,7 @@ from cpgen.verify.compare import (
 from cpgen.verify.float64 import AsFloat64, to_float64
 from cpgen.verify.gather import whole
 from cpgen.verify.models import build_model, load_package, load_reference, mesh_for, randomise
+from cpgen.verify.quiet import quietly
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,7 @@ class _ModeReport:
     forward: list[Deviation]
     gradients: list[Deviation]
     failures: list[str]
-    doubts: list[str]  # gradients above the tolerance by what may be rounding: `_may_be_rounding`
+    doubts: list[str]  # gradients above the tolerance by what may be rounding: `may_be_rounding`
     checkpointed: bool = False
 
 
@@ -59,9 +58,9 @@ def execute(case: Case) -> RankReport:
     """See `cpgen.verify.case.run_case`."""
     rank = dist.get_rank()
     assert dist.get_world_size() == case.ranks, "the pool gives a case exactly cp * tp ranks"
-    with _quietly():
+    with quietly():
         reports = _run_modes(case, case.modes, torch.float32)
-        forward = _worst(report.forward for report in reports)
+        forward = worst(deviation for report in reports for deviation in report.forward)
         decided = reports
         if _on_any_rank(_has(reports, "doubts")) and not _on_any_rank(_has(reports, "failures")):
             # A gradient that is truly zero (of a key's bias, under softmax) is all rounding, in which the two may
@@ -74,8 +73,8 @@ def execute(case: Case) -> RankReport:
         for text in report.failures + report.doubts
     ]
     # What float32 could decide counts as measured there.
-    settled = [[gradient for gradient in report.gradients if gradient.ok] for report in reports]
-    gradient = _worst([*settled, *(report.gradients for report in decided)])
+    settled = [gradient for report in reports for gradient in report.gradients if gradient.ok]
+    gradient = worst([*settled, *(gradient for report in decided for gradient in report.gradients)])
     return RankReport(
         rank,
         forward,
@@ -193,17 +192,14 @@ def _run_mode(case: Case, mode: str, expected: _Expected, model: nn.Module, dtyp
         wrong = [deviation for deviation in deviations if not deviation.accepted(exact)]
         if wrong:
             # One sentence for the worst of them: a fault early in backward spoils all that follow.
-            worst = max(wrong, key=lambda deviation: deviation.badness)
-            sentence = explain_gradient(gradients[worst.name], reference[worst.name], worst)
+            shown = worst(wrong)
+            assert shown is not None
+            sentence = explain_gradient(gradients[shown.name], reference[shown.name], shown)
             rounding = not exact and may_be_rounding(wrong, reference)
             (doubts if rounding else failures).append(
                 f"gradient of {kind} {sentence} ({len(wrong)} of {len(deviations)} {kind} gradients wrong)"
             )
     return _ModeReport(mode, forward, of_parameters + of_tensors, failures, doubts)
-
-
-def _worst(groups: Iterable[list[Deviation]]) -> Deviation | None:
-    return max((d for group in groups for d in group), key=lambda d: d.badness, default=None)
 
 
 def _has(reports: list[_ModeReport], what: str) -> bool:
@@ -282,15 +278,3 @@ def _brief(error: Exception) -> str:
     return "\n".join(
         [f"{type(error).__name__}: {lines[0] if lines else ''}", *lines[1:6], *(["..."] if lines[6:] else [])]
     )
-
-
-@contextmanager
-def _quietly() -> Iterator[None]:
-    """Without upstream's deprecations and FSDP's advice, which every rank would print for every case."""
-    logging.disable(logging.WARNING)
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            yield
-    finally:
-        logging.disable(logging.NOTSET)

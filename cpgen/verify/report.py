@@ -1,6 +1,6 @@
-"""What `verify` shows: a table, a list of failures, JSON, a progress bar, and the table for a README.
+"""What `verify` shows: a table, a list of failures, JSON, a progress bar, and a table in Markdown.
 
-`python -m cpgen.verify.report results.json` prints the README's table from what `cpgen verify --json` printed.
+`python -m cpgen.verify.report results.json` prints that of `--markdown` from what `cpgen verify --json` printed.
 """
 
 from __future__ import annotations

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import importlib.util
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from cpgen.diagnostics import did_you_mean
 from cpgen.plan import Plan, Probe
-from cpgen.verify.case import MODES, Case, Deviation, RankReport, Reference, run_case
+from cpgen.verify.case import MODES, Case, RankReport, Reference, run_case, worst
 from cpgen.verify.pool import WorkerError, WorkerPool
 
 OnProgress = Callable[[int, int, "Result"], None]  # cases done, of how many, the latest result
@@ -18,14 +18,13 @@ OnProgress = Callable[[int, int, "Result"], None]  # cases done, of how many, th
 
 @dataclass(frozen=True)
 class PackageToVerify:
-    """A package, emitted once for each degree and strategy: see `variant`. `emit_errors` says why one is missing."""
+    """A package, emitted once for each degree and strategy: see `variant`."""
 
     name: str
     directory: Path
     plan: Plan
     reference: Reference
     tp: int = 1
-    emit_errors: Mapping[tuple[int, str], str] = field(default_factory=dict)
 
     def variant(self, cp: int, strategy: str) -> Path:
         """The directory to emit into, with `--out`, for `cp` and `strategy`."""
@@ -132,7 +131,7 @@ def _verify_one(
     elif skipped:
         error = None
     elif not (directory / package.name).is_dir():
-        error = package.emit_errors.get((cp, strategy), f"no package was emitted in {directory}")
+        error = f"no package was emitted in {directory}"
     else:
         case = Case(str(directory), package.name, package.reference, probe, cp, strategy, modes, tp=package.tp)
         try:
@@ -142,8 +141,8 @@ def _verify_one(
             error = _cause(failure)
         except ValueError as failure:  # more ranks than the pool has
             error = str(failure)
-    forward = _worst(report.forward for report in reports)
-    gradient = _worst(report.gradient for report in reports)
+    forward = worst(report.forward for report in reports if report.forward)
+    gradient = worst(report.gradient for report in reports if report.gradient)
     return Result(
         model=package.plan.model,
         package=package.name,
@@ -176,11 +175,6 @@ def _inapplicable(package: PackageToVerify, probe: Probe) -> str | None:
     if isinstance(heads, int) and heads % package.tp:
         return f"its {heads} heads do not divide by {package.tp}"
     return None
-
-
-def _worst(deviations: Iterable[Deviation | None]) -> Deviation | None:
-    present = [deviation for deviation in deviations if deviation is not None]
-    return max(present, key=lambda deviation: deviation.badness, default=None)
 
 
 def _failures(reports: list[RankReport]) -> str | None:

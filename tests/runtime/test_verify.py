@@ -255,13 +255,12 @@ def test_more_ranks_than_heads(tmp_path: Path, pool: WorkerPool) -> None:
 
 def test_packages_that_are_missing_or_do_not_import(tmp_path: Path, pool: WorkerPool) -> None:
     package = packages.wan(tmp_path, 2)
-    package = replace(package, emit_errors={(2, "ring"): "ring is not written yet"})
     package.variant(4, "ulysses").symlink_to(package.variant(2, "ulysses"))
     broken = packages.wan(tmp_path / "broken", 2, broken=((SHARD_ROPE, "(\n"),))
     results = verify([package, broken], [2, 4, 8], ["ulysses", "ring"], pool=pool)
     errors = {(r.package, r.cp, r.strategy): r.error for r in results[:6]}
     assert len(results) == 12 and [r.ok for r in results] == [True] + [False] * 11
-    assert errors["wan_stub", 2, "ring"] == "ring is not written yet"
+    assert "no package was emitted" in str(errors["wan_stub", 2, "ring"])
     assert "emitted with CP_DEGREE 2, not 4" in str(errors["wan_stub", 4, "ulysses"])
     assert "no package was emitted" in str(errors["wan_stub", 8, "ulysses"])
     assert "import: SyntaxError" in str(results[6].error)
