@@ -10,8 +10,8 @@ from cpgen.diagnostics import CpgenError
 from cpgen.disk import read_package
 from cpgen.drift import find_packages
 from cpgen.native_plan import has_native_plan, native_plan
-from cpgen.package import read_plan
 from cpgen.plan import Plan, Shard, as_written
+from cpgen.plan_files import read_plan
 from cpgen.proofs import last_proven, read_proofs
 from cpgen.source import SourceTree, exported_models
 from cpgen.strategy import EXCHANGES, STRATEGIES
@@ -73,7 +73,9 @@ def describe(plan: Plan) -> str:
     if plan.requires:
         lines.append(f"requires    {', '.join(plan.requires)}")
     if plan.wraps:
-        lines.append(f"wraps       {plan.wraps.attribute}, a list of {plan.wraps.model}: all that follows is theirs")
+        source = f", from {plan.wraps.plan}" if plan.wraps.plan else ""
+        theirs = f"all that follows is theirs{source}"
+        lines.append(f"wraps       {plan.wraps.attribute}, a list of {plan.wraps.model}: {theirs}")
     lines.append(f"blocks      {', '.join(plan.blocks)}")
     lines.append(f"streams     {', '.join(plan.streams)}")
     lines.append(f"region      begins {f'ahead of {plan.begin}' if plan.begin else 'with forward'}")

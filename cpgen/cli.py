@@ -205,7 +205,8 @@ def plan_show(model: str, path: Path | None, cp: int | None, tokens: int | None,
 @click.option("--model", metavar="M", help="The class, where the plan is for one that diffusers does not export.")
 def plan_lint(file: Path, model: str | None) -> None:
     """Check a plan: its form, and that all it names is in the source."""
-    from cpgen.package import default_heads, find_plan, read_plan
+    from cpgen.package import default_heads, find_plan
+    from cpgen.plan_files import read_plan
     from cpgen.probe_arguments import check_probes
     from cpgen.source import SourceTree
     from cpgen.strategy import EXCHANGES
@@ -221,6 +222,8 @@ def plan_lint(file: Path, model: str | None) -> None:
     default_heads(target, checked)
     check_probes(target, checked)
     click.echo(f"{file.as_posix()}: fits {target.module.label}, {len(checked.probes)} probes", err=True)
+    if checked.wraps and checked.wraps.plan:
+        click.echo(f"  = note: what it leaves out of {checked.wraps.model} is from {checked.wraps.plan}", err=True)
     if not checked.probes:
         click.echo("  = note: without probes cpgen verify has nothing to run: nothing is proven", err=True)
 

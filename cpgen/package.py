@@ -17,7 +17,7 @@ from cpgen.constructor import whole_number_defaults
 from cpgen.diagnostics import CpgenError, did_you_mean, fail
 from cpgen.native_plan import has_native_plan, is_native, native_plan, other_plan
 from cpgen.plan import Plan
-from cpgen.plan_loader import load_plan
+from cpgen.plan_files import read_plan
 from cpgen.plan_reader import is_name
 from cpgen.plan_versions import check_version
 from cpgen.source import SourceTree, diffusers_version
@@ -118,20 +118,6 @@ def find_plan(target: Target, path: Path | None, tree: SourceTree) -> Plan:
     plan = plan.on(diffusers_version(tree))
     check_version(target, plan, tree)
     return plan
-
-
-def read_plan(path: Path, label: str) -> Plan:
-    return load_plan(read_text(path, f"the plan {label}"), label)
-
-
-def read_text(path: Path, what: str) -> str:
-    """The text of a file that a user named; `what` it is called in errors. Raises CpgenError."""
-    try:
-        return path.read_bytes().decode("utf-8")
-    except OSError as error:
-        raise fail("CP404", f"cannot read {what}: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise fail("CP404", f"{what} is not UTF-8 text") from None
 
 
 def request_from_manifest(manifest: dict[str, Any], folder: Path) -> Request:

@@ -169,6 +169,7 @@ class Wraps:
     attribute: str
     model: str
     location: Location | None = None
+    plan: str | None = None  # the name of that class's plan, if this one takes from it what it leaves out
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,7 @@ class Plan:
     heads_location: Location | None = None
     outside_location: Location | None = None
     name: str = ""  # as shown in messages and headers, e.g. plans/wan.yaml
-    sha256: str = ""
+    sha256: str = ""  # of its text, and of that of the plan that it takes from
     meaning: str = ""  # hash of what it says of the source: all but the version range, the probes and variants
     variants: tuple[Variant, ...] = ()
 

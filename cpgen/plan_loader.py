@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from cpgen.conditions import GRAMMAR, ConditionError, parse_condition
-from cpgen.diagnostics import CpgenError, did_you_mean
+from cpgen.diagnostics import CpgenError, Finding, did_you_mean
 from cpgen.plan import (
     CONFIG,
     AttentionFunction,
@@ -29,6 +29,7 @@ from cpgen.plan_probes import ProbeReader
 from cpgen.plan_reader import is_name
 from cpgen.plan_tensor_parallel import TensorParallelReader
 from cpgen.plan_variants import VariantReader
+from cpgen.plan_wraps import PlansOf, Said, completed, find_wrapped
 from cpgen.yamldoc import Path, YamlDocument, parse_yaml
 
 KINDS = ("self", "joint", "cross", "causal")
@@ -38,21 +39,41 @@ _VARIABLE = re.compile(r"(?P<name>[A-Za-z_][A-Za-z0-9_]*)(?P<path>(\[(\*|-?\d+|'
 _STEP = re.compile(r"\[(\*|-?\d+|'[A-Za-z0-9_.]+')\]")
 
 
-def load_plan(text: str, name: str) -> Plan:
-    """Read a plan from YAML. `name` is shown in messages and headers. Raises CpgenError with all findings."""
+def load_plan(text: str, name: str, plans_of: PlansOf = lambda model: []) -> Plan:
+    """Read a plan from YAML. `name` is shown in messages and headers; `plans_of` finds the plans of a class that it
+    wraps. Raises CpgenError with all findings."""
     document = parse_yaml(text, name)
-    sha256 = hashlib.sha256(text.encode()).hexdigest()
+    own, findings = _said(document)
+    found = find_wrapped(document, plans_of)
+    if found is None:
+        return _plan(own, findings, text)
+    wrapped_text, wrapped = found
+    said, of_wrapped = _said(wrapped)
+    _plan(said, of_wrapped, wrapped_text)  # raises for what is wrong in it
+    plan = _plan(list(completed(own, said)), findings, text + wrapped_text)
+    assert plan.wraps is not None
+    return replace(plan, wraps=replace(plan.wraps, plan=wrapped.name))
+
+
+def _said(document: YamlDocument) -> tuple[list[Said], list[Finding]]:
+    """What it says on the versions of each variant, and then on all others."""
     reader = _Reader(document)
-    plan = reader.plan(sha256)
+    variants = [Said(range_, keys, document.overlaid(path, keys)) for path, range_, keys in reader.variants()]
+    return [*variants, Said(None, (), document)], reader.findings
+
+
+def _plan(said: list[Said], findings: list[Finding], text: str) -> Plan:
+    """The plan, of which `findings` are known. `text` is all that was read. Raises CpgenError."""
+    sha256 = hashlib.sha256(text.encode()).hexdigest()
     variants = []
-    findings = reader.findings
-    for path, specifier, keys in reader.variants():
-        variant = _Reader(document.overlaid(path, keys))
-        variants.append(Variant(specifier, keys, variant.plan(sha256)))
-        findings += variant.findings
+    for each in said:
+        reader = _Reader(each.document)
+        variants.append(Variant(each.diffusers or "", each.replaces, reader.plan(sha256)))
+        findings = findings + reader.findings
     if findings:
-        raise CpgenError(sorted(findings, key=lambda f: (f.location.line, f.location.column) if f.location else (0, 0)))
-    return replace(plan, variants=tuple(variants))
+        places = {f: (f.location.file, f.location.line, f.location.column) for f in findings if f.location}
+        raise CpgenError(sorted(findings, key=lambda finding: places.get(finding, ("", 0, 0))))
+    return replace(variants[-1].plan, variants=tuple(variants[:-1]))
 
 
 def _meaning(root: dict[str, Any]) -> str:

@@ -57,7 +57,7 @@ class VariantReader(Reader):
         if not _is_range(value):
             self._find("CP105", f"{value!r} is not a version range such as '>=0.42,<0.43'", path)
             return None
-        if not any(in_range(version, value) for version in _versions_about([value])):
+        if not has_version(value):
             self._find("CP105", f"no version is in the range {value!r}", path)
             return None
         return str(value)
@@ -68,6 +68,11 @@ def _is_range(value: Any) -> bool:
         return isinstance(value, str) and 0 < len(value.strip()) <= _MAX_LENGTH and SpecifierSet(value) is not None
     except InvalidSpecifier:
         return False
+
+
+def has_version(range_: str) -> bool:
+    """Whether some version is in a range. Of ranges joined by a comma: in all of them."""
+    return any(in_range(version, range_) for version in _versions_about([range_]))
 
 
 def _versions_about(ranges: Iterable[str]) -> list[str]:

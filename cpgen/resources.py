@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 
 _PACKAGE = Path(__file__).parent
-_MODEL = re.compile(r"^model:[ \t]*([A-Za-z0-9_]+)[ \t]*(#.*)?$", re.MULTILINE)
+_MODEL = re.compile(r"^model:[ \t]*[\"']?([A-Za-z0-9_]+)[\"']?[ \t\r]*(#.*)?$", re.MULTILINE)
 
 
 def folder(name: str) -> Path:
@@ -17,13 +17,24 @@ def folder(name: str) -> Path:
 
 
 def shipped_plans() -> dict[str, Path]:
-    """Model class -> plan file. Reads one line of each: `list` should not parse every plan."""
-    plans = {}
-    for path in sorted(folder("plans").glob("*.yaml")):
-        match = _MODEL.search(path.read_text("utf-8"))
-        if match:
-            plans[match[1]] = path
-    return plans
+    """Model class -> plan file."""
+    models = {path: _model_of(path) for path in sorted(folder("plans").glob("*.yaml"))}
+    return {model: path for path, model in models.items() if model is not None}
+
+
+def plans_of(model: str, place: Path) -> list[Path]:
+    """The plans in a folder for a model class."""
+    files = (path for path in sorted(place.glob("*.y*ml")) if path.suffix in (".yaml", ".yml"))
+    return [path for path in files if _model_of(path) == model]
+
+
+def _model_of(path: Path) -> str | None:
+    """The class that a plan is for, by one line of it: `list` should not parse every plan. None if it is no plan."""
+    try:
+        match = _MODEL.search(path.read_text("utf-8", errors="replace"))
+    except OSError:
+        return None
+    return match[1] if match else None
 
 
 def runtime_files() -> dict[str, str]:

@@ -59,6 +59,15 @@ class YamlDocument:
         value = {**self.value, **{key: overlay[key] for key in keys}}
         return YamlDocument(self.name, value, moved(self._keys), moved(self._values))
 
+    def completed(self, other: YamlDocument, keys: tuple[str, ...]) -> YamlDocument:
+        """The document with these keys of another, which it does not have itself, with their places there."""
+
+        def taken(places: dict[Path, Location]) -> dict[Path, Location]:
+            return {place: where for place, where in places.items() if place and place[0] in keys}
+
+        value = {**self.value, **{key: other.value[key] for key in keys}}
+        return YamlDocument(self.name, value, self._keys | taken(other._keys), self._values | taken(other._values))
+
 
 def parse_yaml(text: str, name: str) -> YamlDocument:
     """Read one YAML document. `name` is the file's name in messages.

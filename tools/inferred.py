@@ -20,7 +20,7 @@ from cpgen.diagnostics import CpgenError
 from cpgen.infer.command import prove
 from cpgen.infer.draft import differences, plan_text
 from cpgen.infer.inference import infer_plan
-from cpgen.package import read_plan
+from cpgen.plan_files import read_plan
 from cpgen.plan_loader import load_plan
 from cpgen.resources import shipped_plans
 from cpgen.source import SourceTree

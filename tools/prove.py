@@ -27,8 +27,8 @@ from pathlib import Path
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
-from cpgen.package import read_plan
 from cpgen.plan import Plan
+from cpgen.plan_files import read_plan
 from cpgen.proofs import Proof, Run, of_probes, read_proofs, write_proofs
 from cpgen.resources import shipped_plans
 from cpgen.verify.report import forward_error, from_json

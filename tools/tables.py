@@ -8,8 +8,8 @@ from pathlib import Path
 
 from packaging.version import Version
 
-from cpgen.package import read_plan
 from cpgen.plan import Plan
+from cpgen.plan_files import read_plan
 from cpgen.proofs import Proof, Run, read_proofs
 from cpgen.resources import shipped_plans
 from tools.prove import SEVEN

@@ -12,8 +12,9 @@ from pathlib import Path
 import click
 
 from cpgen.diagnostics import CpgenError, Finding, fail
-from cpgen.package import Request, read_text
+from cpgen.package import Request
 from cpgen.plan import Probe
+from cpgen.plan_files import read_text
 from cpgen.plan_loader import load_probes
 from cpgen.source import SourceTree, diffusers_version
 from cpgen.target import Target, find_target

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from cpgen.package import Request, generate
 from cpgen.plan import Plan, Probe
-from cpgen.plan_loader import load_plan
+from cpgen.plan_files import read_plan
 from cpgen.probes import build_inputs
 from cpgen.resources import shipped_plans
 from cpgen.source import SourceTree
@@ -46,7 +46,7 @@ def shipped() -> list[Any]:
     """The models that have a plan, to parametrize by. Skipped where a package that the class needs is missing."""
     parameters = []
     for model, path in sorted(shipped_plans().items()):
-        requires = load_plan(path.read_text("utf-8"), path.name).requires
+        requires = read_plan(path, path.name).requires
         missing = [name for name in requires if importlib.util.find_spec(name) is None]
         marks = [pytest.mark.skip(reason=f"needs {', '.join(missing)}")] if missing else []
         parameters.append(pytest.param(model, marks=marks))

@@ -15,8 +15,8 @@ from cpgen.diagnostics import CpgenError, Finding
 from cpgen.infer.draft import differences, plan_text
 from cpgen.infer.guess import guess_probes
 from cpgen.infer.inference import infer_plan
-from cpgen.package import read_plan
 from cpgen.plan import Plan, Probe
+from cpgen.plan_files import read_plan
 from cpgen.plan_loader import load_plan
 from cpgen.resources import shipped_plans
 from cpgen.source import SourceTree

@@ -11,7 +11,7 @@ import pytest
 from cpgen import resources
 from cpgen.catalog import catalog, describe
 from cpgen.native_plan import has_native_plan
-from cpgen.package import read_plan
+from cpgen.plan_files import read_plan
 from cpgen.proofs import Proof, Run, of_probes
 from cpgen.source import SourceTree, exported_models
 from cpgen.target import find_target

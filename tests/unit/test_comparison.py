@@ -9,7 +9,8 @@ import pytest
 from cpgen.comparison import choices, options
 from cpgen.constructor import whole_number_defaults
 from cpgen.diagnostics import CpgenError
-from cpgen.package import Request, generate, read_plan
+from cpgen.package import Request, generate
+from cpgen.plan_files import read_plan
 from cpgen.source import SourceTree
 from cpgen.strategy import Strategy
 from cpgen.surgery.operate import operate

@@ -11,7 +11,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from cpgen import resources
-from cpgen.package import read_plan
+from cpgen.plan_files import read_plan
 from cpgen.source import SourceModule, SourceTree
 from cpgen.surgery.erase import difference, erase
 from cpgen.surgery.operate import Operation, operate

@@ -7,6 +7,7 @@ import pytest
 from cpgen import resources
 from cpgen.diagnostics import CpgenError, Finding
 from cpgen.plan import AttentionFunction, Gather, Prefix, Shard, Site, Whole
+from cpgen.plan_files import read_plan
 from cpgen.plan_loader import load_plan
 from cpgen.plan_reader import is_name
 from tests.unit.projects import plan_text
@@ -82,7 +83,7 @@ def test_everything_a_plan_can_say() -> None:
 
 @pytest.mark.parametrize("path", sorted(resources.folder("plans").glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_plans_load(path) -> None:  # type: ignore[no-untyped-def]
-    plan = load_plan(path.read_text("utf-8"), path.name)
+    plan = read_plan(path, path.name)
     assert plan.diffusers and plan.heads and len(plan.probes) >= 3
     assert resources.shipped_plans()[plan.model] == path
 
@@ -258,11 +259,15 @@ def test_a_joint_site_that_is_one_in_no_list() -> None:
 
 def test_places_of_a_probes_arguments() -> None:
     plan = load_plan(FULL + "  - {name: more, base: a-1.b, config: {layers: 1}}\n", "made.yaml")
-    lines = [{key: place.line for key, place in probe.places.items() if place} for probe in plan.probes]
-    lines = [{place: line for place, line in of.items() if len(place) > 1 and place[0] != "before"} for of in lines]
-    first = {("config", "heads"): 26, ("config", "nested"): 26, ("inputs", "hidden"): 27}
-    first |= {("config", "nested", "x"): 26, ("inputs", "hidden", "shape"): 27}
-    assert lines == [first, first | {("config", "layers"): 29}]
+    first, added = ({key: place.line for key, place in probe.places.items() if len(key) > 1} for probe in plan.probes)
+    assert first == {
+        ("config", "heads"): 26,
+        ("config", "nested"): 26,
+        ("config", "nested", "x"): 26,
+        ("inputs", "hidden"): 27,
+        ("inputs", "hidden", "shape"): 27,
+    }
+    assert added == first | {("config", "layers"): 29}
 
 
 def test_streams_by_the_list_of_blocks() -> None:

@@ -7,8 +7,8 @@ import ast
 import pytest
 
 from cpgen import resources
-from cpgen.package import read_plan
 from cpgen.plan import Plan
+from cpgen.plan_files import read_plan
 from cpgen.source import SourceTree
 from cpgen.target import find_target
 

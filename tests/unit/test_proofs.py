@@ -12,8 +12,8 @@ from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
 from cpgen import proofs, resources
-from cpgen.package import read_plan
 from cpgen.plan import Plan
+from cpgen.plan_files import read_plan
 from cpgen.plan_loader import load_plan
 from cpgen.proofs import Proof, Run, last_proven, of_probes, read_proofs, write_proofs
 from cpgen.source import SourceTree, diffusers_version

@@ -9,8 +9,8 @@ import pytest
 from packaging.version import Version
 
 from cpgen import proofs
-from cpgen.package import read_plan
 from cpgen.plan import Plan
+from cpgen.plan_files import read_plan
 from cpgen.proofs import Proof, Run, of_probes, read_proofs
 from cpgen.verify.run import Result
 from tests.unit.projects import REPOSITORY

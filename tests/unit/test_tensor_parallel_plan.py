@@ -19,6 +19,7 @@ from cpgen.catalog import describe
 from cpgen.diagnostics import CpgenError
 from cpgen.package import Package, Request, generate
 from cpgen.plan import TensorParallel
+from cpgen.plan_files import read_plan
 from cpgen.plan_loader import load_plan
 from cpgen.source import SourceTree
 from cpgen.verify.report import describe_failure, from_json, markdown_table, render, to_json
@@ -86,7 +87,7 @@ def test_everything_the_section_can_say() -> None:
 
 
 def test_which_shipped_plans_have_it() -> None:
-    plans = {name: load_plan(path.read_text("utf-8"), path.name) for name, path in resources.shipped_plans().items()}
+    plans = {name: read_plan(path, path.name) for name, path in resources.shipped_plans().items()}
     assert {name for name, plan in plans.items() if plan.tensor_parallel} >= WITH_PLAN
     for plan in plans.values():
         assert not plan.tensor_parallel or {entry.blocks for entry in plan.tensor_parallel} == set(plan.blocks)
