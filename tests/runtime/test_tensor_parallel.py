@@ -21,6 +21,7 @@ from cpgen.verify.run import PackageToVerify, Result, verify
 from . import tensor_parallel_cases as cases
 from .emitted import Emitted, emit, inputs_of
 
+EXACT = 1e-12  # float64
 FLUX, WAN = "FluxTransformer2DModel", "WanTransformer3DModel"
 MODELS = [FLUX, "HunyuanVideoTransformer3DModel", "QwenImageTransformer2DModel", "SD3Transformer2DModel", WAN]
 FUSED = "fuse_qkv_projections makes one weight of several, which tensor parallelism refuses"
@@ -91,23 +92,23 @@ def test_two_data_ranks(tmp_path: Path, pool: WorkerPool, model: str, cp: int, t
     emitted = emit(tmp_path, model, cp, tp=tp)
     for size, gradient, norm, clipped in pool.run(cases.over_data_ranks, emitted, shallow(emitted), "fsdp", {}):
         assert size == 2
-        assert gradient < 1e-9
-        assert norm < 1e-9
-        assert clipped < 1e-9
+        assert gradient <= EXACT
+        assert norm <= EXACT
+        assert clipped <= EXACT
 
 
 @pytest.mark.parametrize(("mode", "axes"), [("ddp", {}), ("fsdp", {"dp_replicate": 2})])
 def test_two_copies(tmp_path: Path, pool: WorkerPool, mode: str, axes: dict[str, int]) -> None:
     emitted = emit(tmp_path, FLUX, 1, tp=2)
     for size, gradient, norm, clipped in pool.run(cases.over_data_ranks, emitted, shallow(emitted), mode, axes):
-        assert size == 2 and max(gradient, norm, clipped) < 1e-9
+        assert size == 2 and max(gradient, norm, clipped) <= EXACT
 
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, float("inf")])
 def test_clipping_without_a_wrap(tmp_path: Path, pool: WorkerPool, norm_type: float) -> None:
     emitted = emit(tmp_path, FLUX, 1, tp=2)
     for norm, clipped in pool.run(cases.clipped_without_wrap, emitted, shallow(emitted), norm_type, world_size=2):
-        assert norm < 1e-9 and clipped < 1e-9
+        assert norm <= EXACT and clipped <= EXACT
 
 
 @pytest.mark.parametrize(("model", "cp"), [(FLUX, 1), (WAN, 2)])
@@ -152,7 +153,7 @@ def test_half_precision(tmp_path: Path, pool: WorkerPool) -> None:
 def test_frozen_parameters_and_copies(tmp_path: Path, pool: WorkerPool, model: str) -> None:
     emitted = emit(tmp_path, model, 1, tp=2)
     for gradient, same, distance in pool.run(cases.kept_settings, emitted, shallow(emitted), world_size=2):
-        assert gradient < 1e-6 and same and distance == 0
+        assert gradient <= EXACT and same and distance == 0
 
 
 def test_each_rank_holds_its_part(tmp_path: Path, pool: WorkerPool) -> None:
@@ -196,7 +197,8 @@ def test_files_move_between_layouts(
             assert (resumed.output - expected).abs().max() < 1e-5 * expected.abs().max()
             later.append(resumed.later)
     # The optimizer's state came along: the next step is the same but for rounding, which Adam amplifies.
-    assert all((later[0][name] - each[name]).norm() < 1e-3 * each[name].norm() for each in later for name in saved)
+    moved = [(later[0][name] - each[name]).norm() / each[name].norm() for each in later for name in saved]
+    assert max(moved) < 1e-3
     saved, *_ = pool.run(cases.trained, emit(tmp_path / "plain", model, 1), probe, second, "fsdp")
     for resumed in pool.run(cases.resumed, source, probe, second, "fsdp"):
         assert equal(resumed.loaded, saved) and equal(resumed.exported, saved)
@@ -207,7 +209,7 @@ def equal(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("dtype", "tolerance"), [(torch.float64, 1e-12), (torch.float32, 1e-6), (torch.bfloat16, 2**-7)]
+    ("dtype", "tolerance"), [(torch.float64, EXACT), (torch.float32, 1e-6), (torch.bfloat16, 2**-7)]
 )
 @pytest.mark.parametrize(("affine", "eps"), [(True, 1e-6), (False, None)])
 def test_norm_across_heads(
@@ -221,7 +223,7 @@ def test_norm_across_heads(
 def test_linear_layer_on_a_concatenation(pool: WorkerPool, sizes: tuple[int, ...]) -> None:
     for world_size in (2, 4):
         for found in pool.run(cases.linear_of_concat, sizes, world_size == 2, world_size=world_size):
-            assert max(found) < 1e-12
+            assert max(found) <= EXACT
 
 
 # What is refused
