@@ -198,7 +198,7 @@ def test_files_move_between_layouts(
             later.append(resumed.later)
     # The optimizer's state came along: the next step is the same but for rounding, which Adam amplifies.
     moved = [(later[0][name] - each[name]).norm() / each[name].norm() for each in later for name in saved]
-    assert max(moved) < 1e-3
+    assert max(moved) < 1e-5
     saved, *_ = pool.run(cases.trained, emit(tmp_path / "plain", model, 1), probe, second, "fsdp")
     for resumed in pool.run(cases.resumed, source, probe, second, "fsdp"):
         assert equal(resumed.loaded, saved) and equal(resumed.exported, saved)
