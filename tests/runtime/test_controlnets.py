@@ -14,7 +14,7 @@ from cpgen.verify.pool import WorkerPool
 from .controlnet_cases import FLUX, HUNYUAN, QWEN, SD3, Pair, saved, several, together
 from .emitted import emit
 
-EXACT = 1e-12  # float64
+EXACT = 1e-13  # float64
 OF_FLOAT32 = {"HunyuanDiT": 1e-6}  # its tables are float32 inside, and so are their gradients
 PAIRS = {"Flux": FLUX, "SD3": SD3, "QwenImage": QWEN, "HunyuanDiT": HUNYUAN}
 
