@@ -14,6 +14,7 @@ from cpgen.infer.watch import Record
 Run = Callable[[Mapping[Leaf, Change]], "Record | None"]  # None: the class refused the changed values
 
 QUERY, KEY = "query", "key"
+LARGEST = 64  # of a larger dim so many indices at both ends together are changed
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,11 @@ def effects_of(base: Record, leaves: Iterable[Leaf], run: Run) -> Iterator[Effec
         for dim, size in enumerate(base.begin[leaf].shape):
             if size > 1:
                 yield _effect(base, leaf, dim, size, run)
+
+
+def indices_of(size: int) -> list[int]:
+    """The indices of a dim that are changed one by one: all, as far as a probe is as small as probes are."""
+    return [*range(size)] if size <= LARGEST else [*range(LARGEST // 2), *range(size - LARGEST // 2, size)]
 
 
 def change_at(dim: int, index: int, seed: int) -> Change:
@@ -109,8 +115,7 @@ def changed_elements(before: Tensor, after: Tensor) -> Tensor:
 def _effect(base: Record, leaf: Leaf, dim: int, size: int, run: Run) -> Effect:
     expected = views_of(base)
     rows: dict[View, list[tuple[int, tuple[int, ...]]]] = {}
-    indices = sorted({0, size // 2, size - 1})
-    for index in indices:
+    for index in indices_of(size):
         record = run({leaf: change_at(dim, index, seed=index)})
         found = views_of(record) if record is not None else {}
         if found.keys() != expected.keys():  # another course, or refused: no statement about this dim
@@ -119,7 +124,7 @@ def _effect(base: Record, leaf: Leaf, dim: int, size: int, run: Run) -> Effect:
             changed = rows_that_changed(expected[view], tensor, view.dim)
             if changed:
                 rows.setdefault(view, []).append((index, changed))
-        if not any(len(seen[0][1]) == 1 for view, seen in rows.items() if view.name != leaf):
+        if rows and not any(len(seen[0][1]) == 1 for view, seen in rows.items() if view.name != leaf):
             return Effect(leaf, dim, size, {}, tuple(rows))  # tokens would stay apart somewhere
     offsets = {view: offset for view, seen in rows.items() if (offset := _offset(seen, size, view)) is not None}
     return Effect(leaf, dim, size, offsets, tuple(view for view in rows if view not in offsets))

@@ -77,7 +77,8 @@ def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs:
     noted = watcher.run(inputs(), operations=True, followed=followed)
     exits = exits_of(noted, course, streams, cut)
     until = max((each.operations for each in exits), default=len(noted.operations))
-    mixing = find_mixing(noted, tokens, lambda changes, stop: run(changes, True, stop), until)
+    ordered = bool(cut) and not streams.unclear and not _gaps(base, streams, cut)
+    mixing = find_mixing(noted, tokens, lambda changes, stop: run(changes, True, stop), until, ordered)
     if mixing is not None:
         findings.append(_mixing_finding(mixing, watcher))
     elif not cut:
@@ -163,7 +164,7 @@ def _tokens(streams: Streams, cut: frozenset[int]) -> list[Token]:
                     if part == stream:
                         places.append((carrier.leaf, carrier.dim, start + index))
                     start += streams.lengths[part]
-            tokens.append(Token(tuple(places)))
+            tokens.append(Token(stream, index, tuple(places)))
     return tokens
 
 
@@ -179,7 +180,9 @@ def _by_size(base: Record, leaves: list[Leaf], streams: Streams, cut: frozenset[
             if size == length > 1 and leaf not in carriers and dim < base.begin[leaf].ndim - 1
         ]
         if places:
-            tokens += [Token(tuple((leaf, dim, index) for leaf, dim in places)) for index in range(length)]
+            tokens += [
+                Token(-length, index, tuple((leaf, dim, index) for leaf, dim in places)) for index in range(length)
+            ]
     return tokens
 
 
@@ -212,7 +215,7 @@ def _names(streams: Streams, cut: frozenset[int], exits: tuple[Exit, ...]) -> di
 def _mixing_finding(mixing: Mixing, watcher: Watcher) -> Finding:
     return Finding(
         "CP602",
-        f"{mixing.operation} {mixing.how}, outside attention",
+        f"{mixing.operation} {mixing.how}",
         _location(mixing.file, mixing.line, watcher),
         note="on ranks that hold parts of the stream it would see a part",
         help="such a class needs a plan by hand, if the operation can stand outside the region (docs/plans.md)",

@@ -58,16 +58,26 @@ def _shards(looks: Sequence[Look], findings: list[Finding]) -> tuple[Shard, ...]
             findings.append(Finding("CP603", f"'{variable}' carries tokens in several ways", note=shown))
             continue
         (cut,) = kinds
-        ndims = {
-            len(shape)
+        shapes = [
+            shape
             for look in looks
             for leaf, shape in look.present.items()
             if leaf.variable == variable and len(leaf.path) == len(path) and _matches(leaf.path, path)
-        }
+        ]
         missing = any(variable in look.absent for look in looks)
-        when = f"ndim == {cut.ndim}" if ndims - {cut.ndim} else None
+        when = _when(cut, shapes)
         shards.append(Shard(variable, path, cut.dim, cut.ndim, cut.streams, optional=missing, when=when))
     return tuple(shards)
+
+
+def _when(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> str | None:
+    """What tells tensors that are cut from those of other probes, that have another ndim or one row for all tokens."""
+    conditions = []
+    if any(len(shape) != cut.ndim for shape in shapes):
+        conditions.append(f"ndim == {cut.ndim}")
+    if any(len(shape) == cut.ndim and shape[cut.dim] == 1 for shape in shapes):
+        conditions.append(f"shape[{cut.dim}] != 1")
+    return " and ".join(conditions) or None
 
 
 def _pattern(leaf: Leaf, cut: Cut, looks: Sequence[Look]) -> Pattern:

@@ -1,4 +1,4 @@
-"""Operations outside attention in which tokens see each other: a mean, a convolution, a sort over a stream.
+"""Operations outside attention in which tokens see each other, or change places: a mean, a convolution, a roll.
 
 One token at a time gets other values; what each operation makes of that must be apart from what it makes of any other
 token. The first operation with an element that follows two tokens mixes them.
@@ -6,21 +6,21 @@ token. The first operation with an element that follows two tokens mixes them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from cpgen.infer.effects import change_at, changed_elements
+from cpgen.infer.effects import change_at, changed_elements, indices_of
 from cpgen.infer.leaves import Change, Leaf
 from cpgen.infer.watch import Record, Stopped
 
-MIXES = "mixes the tokens of a stream"
-STEERS = "decides on what runs next"
-TRAINING = "mixes the tokens of a stream in training"
-
-TOKENS = 64  # of a stream, that are changed one by one: all of a probe's, unless it is large
+MIXES = "mixes the tokens of a stream, outside attention"
+STEERS = "decides on what runs next, outside attention"
+TRAINING = "mixes the tokens of a stream in training, outside attention"
+MOVES = "changes the order of a stream's tokens"
+REFUSES = "raises for other values of a token, so whether tokens mix there cannot be seen"
 
 Run = Callable[[Mapping[Leaf, Change], "int | None"], "Record | None"]
 
@@ -37,8 +37,10 @@ class Mixing:
 
 @dataclass(frozen=True)
 class Token:
-    """The dims and indices of the variables that belong to one token."""
+    """Token `index` of a stream: the dims and indices of the variables that belong to it."""
 
+    stream: int
+    index: int
     places: tuple[tuple[Leaf, int, int], ...]
 
     def changes(self, seed: int) -> dict[Leaf, Change]:
@@ -50,47 +52,72 @@ class Token:
         return changes
 
 
-def find_mixing(base: Record, tokens: Sequence[Token], run: Run, until: int) -> Mixing | None:
+def find_mixing(base: Record, tokens: Sequence[Token], run: Run, until: int, ordered: bool = True) -> Mixing | None:
     """The first operation, of the first `until`, in which two of `tokens` reach one element; None if there is none.
 
     `base` has followed the variables of all tokens: an operation that hands Python a value of theirs counts as well,
-    and one that mixes them in training.
+    and one that mixes them in training. `ordered` is false if tokens do not arrive where they are looked for: then
+    one that puts them in another order counts, too, which meets values of other tokens further on.
     """
-    counts = [tuple(torch.zeros(t.shape, dtype=torch.int16) for t in outputs) for _, outputs in base.operations[:until]]
+    until = min(until, len(base.operations))
+    owners = [tuple(torch.zeros(t.shape, dtype=torch.int16) for t in outputs) for _, outputs in base.operations[:until]]
     first = min((index for index in base.deciding if index < until), default=None)
     how = STEERS
-    for number, token in enumerate(_chosen(tokens)):
+    chosen = _chosen(tokens)
+    for number, token in enumerate(chosen, start=1):
         record = run(token.changes(seed=1000 + number), None)
         if record is None:
-            continue
-        for index, ((name, outputs), (_, expected)) in enumerate(
-            zip(record.operations[:until], base.operations[:until], strict=False)
-        ):
-            if first is not None and index >= first:
-                break
-            other = name != base.operations[index][0] or [o.shape for o in outputs] != [e.shape for e in expected]
-            if other:
+            return Mixing("forward", "", 0, REFUSES)
+        for index in range(until if first is None else first):
+            name, expected = base.operations[index]
+            there = record.operations[index : index + 1]
+            if not there or there[0][0] != name or [o.shape for o in there[0][1]] != [e.shape for e in expected]:
                 first, how = index, STEERS
                 break
-            if _add(counts[index], outputs, expected):
+            if _claim(owners[index], number, there[0][1], expected):
                 first, how = index, MIXES
+                break
     training = min((index for index in base.in_training if index < until), default=None)
     if training is not None and (first is None or training < first):
         first, how = training, TRAINING
+    if not ordered:
+        ahead = range(until if first is None else first)
+        moved = next((index for index in ahead if any(_disordered(each, chosen) for each in owners[index])), None)
+        if moved is not None:
+            first, how = moved, MOVES
     return None if first is None else _located(base, first, how, run)
 
 
-def _chosen(tokens: Sequence[Token]) -> Iterable[Token]:
-    return tokens if len(tokens) <= TOKENS else [*tokens[: TOKENS // 2], *tokens[-TOKENS // 2 :]]
+def _chosen(tokens: Sequence[Token]) -> list[Token]:
+    """Every token of each stream that is as small as those of probes are, and both ends of another."""
+    streams: dict[int, list[Token]] = {}
+    for token in tokens:
+        streams.setdefault(token.stream, []).append(token)
+    return [of_one[index] for of_one in streams.values() for index in indices_of(len(of_one))]
 
 
-def _add(counts: tuple[Tensor, ...], outputs: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
-    """Count the elements that changed. Whether some were changed by two tokens."""
+def _claim(owners: tuple[Tensor, ...], number: int, outputs: tuple[Tensor, ...], expected: tuple[Tensor, ...]) -> bool:
+    """Note the elements that token `number` changed as its own. Whether some were another's."""
     mixed = False
-    for count, output, reference in zip(counts, outputs, expected, strict=True):
-        count += changed_elements(reference, output)
-        mixed = mixed or bool((count > 1).any())
+    for owner, output, reference in zip(owners, outputs, expected, strict=True):
+        changed = changed_elements(reference, output)
+        mixed = mixed or bool((owner[changed] > 0).any())
+        owner[changed] = number
     return mixed
+
+
+def _disordered(owners: Tensor, tokens: Sequence[Token]) -> bool:
+    """Whether a stream's tokens follow each other otherwise than by their numbers, row after row of the same ones."""
+    found = owners[owners > 0]
+    begin = before = None
+    for number in torch.unique_consecutive(found).tolist():
+        token = tokens[number - 1]
+        if before is None or token.stream != before.stream:
+            begin = token.index
+        elif token.index not in (before.index + 1, begin):
+            return True
+        before = token
+    return False
 
 
 def _located(base: Record, index: int, how: str, run: Run) -> Mixing:

@@ -76,6 +76,15 @@ HIDDEN = {  # X is the tensor
         "X = torch.nn.functional.batch_norm(X.mT, X.new_zeros(X.shape[2]), X.new_ones(X.shape[2]), "
         "training=self.training).mT"
     ),
+    "two inner tokens that change places": "X = X[:, [*range(5), 6, 5, *range(7, X.shape[1])]]",
+    "a roll": "X = X.roll(1, dims=1)",
+    "a mean of two inner tokens": (
+        "X = torch.cat([X[:, :5], X[:, 5:7].mean(1, True).expand(-1, 2, -1), X[:, 7:]], dim=1)"
+    ),
+    "a convolution of stride two": (
+        "X = torch.nn.functional.conv1d(X.mT, X.new_ones(X.shape[2], 1, 1), stride=2, groups=X.shape[2])"
+        ".repeat_interleave(2, dim=2).mT[:, :X.shape[1]] + X"
+    ),
     "a write by index": "X = X.index_add(1, torch.tensor([4]), X[:, :1])",
 }
 PLACES = {
