@@ -31,8 +31,8 @@ class Finding:
     note: str | None = None  # what to know
     help: str | None = None  # what to do
 
-    def render(self) -> str:
-        lines = [f"error[{self.code}]: {self.message}"]
+    def render(self, kind: str = "error") -> str:
+        lines = [f"{kind}[{self.code}]: {self.message}"]
         gutter = ""
         if self.location is not None:
             place = self.location

@@ -74,6 +74,7 @@ def _prints_on_stderr() -> Iterator[None]:
 
 
 def _proven_plan(model: str, probes: Path | None, draft: Path | None) -> str:
+    from cpgen.infer.branches import untaken_branches
     from cpgen.infer.draft import plan_text
     from cpgen.infer.guess import guess_probes
     from cpgen.infer.inference import infer_plan
@@ -95,7 +96,18 @@ def _proven_plan(model: str, probes: Path | None, draft: Path | None) -> str:
             _write(draft, plan_text(plan, "Not proven. Left open by cpgen plan infer:\n" + _sentences(problems)))
             click.echo(f"{draft}: not proven", err=True)
         raise CpgenError(problems, exit_code=1)
-    return plan_text(plan, _proof(results, target, tree))
+    unseen = untaken_branches(target, plan)
+    for finding in unseen:
+        click.echo(finding.render("warning") + "\n", err=True)
+    comment = _proof(results, target, tree)
+    if unseen:
+        comment += "\nNot proven, as no probe takes the other side:\n" + "\n".join(_branch(each) for each in unseen)
+    return plan_text(plan, comment)
+
+
+def _branch(finding: Finding) -> str:
+    place = finding.location
+    return f"- {place.file.rpartition('/')[2]}:{place.line}: {(place.text or '').strip()}" if place else finding.message
 
 
 def _read_probes(path: Path) -> tuple[Probe, ...]:

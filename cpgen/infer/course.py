@@ -29,6 +29,11 @@ class Course:
         loops = [loop for name in self.lists for loop in self.forward.loops_over(name)]
         return max(self.forward.top_statement_of(loop).end_lineno or 0 for loop in loops)
 
+    @property
+    def last_list(self) -> str:
+        """The list of the last loop over blocks."""
+        return max(self.lists, key=lambda name: self.forward.loops_over(name)[-1].lineno)
+
     @cached_property
     def read(self) -> frozenset[str]:
         """The variables that forward reads once the region has begun."""

@@ -26,6 +26,8 @@ def differences(found: Plan, written: Plan) -> set[str]:
     different = {
         name for name in ("model", "heads", "blocks", "begin") if getattr(found, name) != getattr(written, name)
     }
+    if _placeless(found.wraps) != _placeless(written.wraps):
+        different.add("wraps")
     for name, one in ENTRIES.items():
         ours, theirs = ({_placeless(each) for each in getattr(plan, name)} for plan in (found, written))
         different |= {f"{one} {getattr(each, 'variable', each)}" for each in ours ^ theirs}
@@ -51,6 +53,8 @@ def _lines(plan: Plan) -> Iterator[str]:
     yield f"model: {plan.model}"
     if plan.diffusers:
         yield f'diffusers: "{plan.diffusers}"'
+    if plan.wraps:
+        yield f"wraps: {{list: {plan.wraps.attribute}, model: {plan.wraps.model}}}"
     if plan.heads:
         yield f"heads: {plan.heads}"
     yield f"blocks: [{', '.join(plan.blocks)}]"
@@ -99,6 +103,8 @@ def _shard(shard: Shard) -> dict[str, Any]:
 
 def _site(site: Site) -> dict[str, Any]:
     entry: dict[str, Any] = {"call": site.call, "kind": site.kind}
+    if site.within:
+        return entry | {"stream": {name: _streams(streams) for name, streams in site.within}}
     for key, streams in (("stream", site.streams), ("kv", site.kv), ("otherwise", site.otherwise)):
         if streams:
             entry[key] = _streams(streams) if site.kind != "joint" or len(streams) > 1 else list(streams)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpgen.infer.leaves import Change, Leaf
+from cpgen.infer.leaves import Change, Leaf, changed_elements
 from cpgen.infer.watch import Record
 
 Run = Callable[[Mapping[Leaf, Change]], "Record | None"]  # None: the class refused the changed values
@@ -102,14 +102,6 @@ def rows_that_changed(before: Tensor, after: Tensor, dim: int) -> tuple[int, ...
     """The indices of `dim` at which the two differ anywhere."""
     differs = changed_elements(before, after).movedim(dim, 0).reshape(before.shape[dim], -1).any(dim=1)
     return tuple(int(row) for row in differs.nonzero().flatten())
-
-
-def changed_elements(before: Tensor, after: Tensor) -> Tensor:
-    """Where two tensors of one shape differ, as bools; NaN is equal to NaN."""
-    same: Tensor = before == after
-    if before.is_floating_point() or before.is_complex():
-        same = same | (before.isnan() & after.isnan())
-    return ~same
 
 
 def _effect(base: Record, leaf: Leaf, dim: int, size: int, run: Run) -> Effect:

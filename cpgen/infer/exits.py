@@ -16,7 +16,8 @@ from cpgen.infer.watch import RETURNED, Record, Snapshot
 
 @dataclass(frozen=True)
 class Exit:
-    """A possible gather: `variable` (each tensor in it) behind its call of module `after`, or its last assignment.
+    """A possible gather: `variable` (each tensor in it) behind its call of module `after`, or behind the loops over the
+    module list `after`, or behind its last assignment.
 
     `operations` and `calls` are how many had run by then.
     """
@@ -84,7 +85,8 @@ def _returned(base: Record) -> list[torch.Tensor]:
 def _place(
     variable: str, number: int, snapshot: Snapshot, base: Record, course: Course
 ) -> tuple[str | None, int] | None:
-    """The module whose call's result the variable is, or None for its last assignment; and a line. None: no place."""
+    """The module whose call's result the variable is, or the list whose loop assigned it, or None for its last
+    assignment; and a line. None: no place."""
     forward = course.forward
     statement = next(
         (
@@ -100,7 +102,13 @@ def _place(
     if last is None or last.lineno < course.begin.lineno:
         return None
     changes_later = any(leaf.variable == variable for later in base.snapshots[number + 1 :] for leaf in later.tensors)
-    return None if changes_later else (None, last.lineno)
+    if not changes_later:
+        return None, last.lineno
+    if number == 0 and any(
+        course.begin.lineno <= each.lineno <= course.end_line for each in forward.assignments_of(variable)
+    ):
+        return course.last_list, course.end_line
+    return None
 
 
 def _called(statement: ast.Assign) -> str | None:

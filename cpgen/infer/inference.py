@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from cpgen.infer.course import course_of, forward_of
 from cpgen.infer.look import look
 from cpgen.infer.merge import merge
 from cpgen.infer.watch import Refused, Watcher, in_words
+from cpgen.infer.wrapped import Run, runs_of_wrapped, wrapped
 from cpgen.plan import Plan, Probe
 from cpgen.probes import build_inputs
 from cpgen.source import SourceModule, SourceTree, diffusers_version
@@ -35,34 +37,58 @@ def infer_plan(target: Target, probes: Sequence[Probe], tree: SourceTree) -> tup
 
     Raises CpgenError if the class cannot be run on the probes, or has no loop over blocks that attend.
     """
-    forward = forward_of(target)
     with quietly():
         model_class = class_of(target)
         module_of = _source_finder(target, tree)
-        models = []
+        models = [_built(target, model_class, probe) for probe in probes]
+        wraps = wrapped(target, models)
+        forward = forward_of(target.neighbour(wraps.model) if wraps else target)
+        runs: list[Run] = []
+        for probe, model in zip(probes, models, strict=True):
+            with _said_as_refusal(target, probe):
+                runs += runs_of_wrapped(probe, model, wraps, _SEED) if wraps else [_whole_run(probe, model)]
         attending: list[str] = []
-        for probe in probes:
-            try:
-                model = build_model(model_class, probe, _SEED, torch.float32)
-                randomise(model, _SEED)
-                first = Watcher(model, forward, None, module_of).run(build_inputs(probe, _SEED))
-            except Refused as error:
-                raise _does_not_run(target, probe, str(error)) from error
-            except (Exception, SystemExit) as error:
-                raise _does_not_run(target, probe, in_words(error)) from error
-            models.append(model)
+        for run in runs:
+            with _said_as_refusal(target, run.probe):
+                first = Watcher(run.model, forward, None, module_of).run(run.inputs())
             attending += [name for name in first.attending if name not in attending]
         course = course_of(forward, tuple(attending))
         looks = []
-        for probe, model in _with_bar(list(zip(probes, models, strict=True))):
-            watcher = Watcher(model, forward, course, module_of)
-            try:
-                looks.append(look(probe.name, model, course, watcher, _inputs_of(probe)))
-            except Refused as error:
-                raise _does_not_run(target, probe, f"run again, and watched: {error}") from error
+        for run in _with_bar(runs):
+            watcher = Watcher(run.model, forward, course, module_of)
+            with _said_as_refusal(target, run.probe, "run again, and watched: "):
+                looks.append(look(run.probe.name, run.model, course, watcher, run.inputs))
+    configs = [{**_defaults(type(run.model)), **run.config} for run in runs]
+    return merge(target.class_name, _versions(target, tree), course, looks, probes, configs, wraps)
+
+
+def _built(target: Target, model_class: type[nn.Module], probe: Probe) -> nn.Module:
+    """The probe's model, with random weights. Raises CpgenError if it cannot be built."""
+    try:
+        model = build_model(model_class, probe, _SEED, torch.float32)
+        randomise(model, _SEED)
+    except (Exception, SystemExit) as error:
+        raise _does_not_run(target, probe, in_words(error)) from error
+    return model
+
+
+def _whole_run(probe: Probe, model: nn.Module) -> Run:
+    return Run(probe, model, lambda: build_inputs(probe, _SEED), probe.config)
+
+
+@contextmanager
+def _said_as_refusal(target: Target, probe: Probe, words: str = "") -> Iterator[None]:
+    try:
+        yield
+    except Refused as error:
+        raise _does_not_run(target, probe, f"{words}{error}") from error
+    except (Exception, SystemExit) as error:  # of making inputs
+        raise _does_not_run(target, probe, in_words(error)) from error
+
+
+def _defaults(model_class: type[nn.Module]) -> dict[str, Any]:
     parameters = inspect.signature(model_class.__init__).parameters
-    defaults = {name: each.default for name, each in parameters.items() if each.default is not each.empty}
-    return merge(target.class_name, _versions(target, tree), course, looks, probes, defaults)
+    return {name: each.default for name, each in parameters.items() if each.default is not each.empty}
 
 
 def class_of(target: Target) -> type[nn.Module]:
@@ -77,14 +103,10 @@ def _does_not_run(target: Target, probe: Probe, note: str) -> CpgenError:
     return fail("CP605", f"{target.class_name} does not run on probe '{probe.name}'", note=note)
 
 
-def _with_bar(pairs: list[tuple[Probe, nn.Module]]) -> Iterable[tuple[Probe, nn.Module]]:
-    """`pairs`, with a bar on stderr where that is a terminal."""
+def _with_bar(runs: Sequence[Run]) -> Iterable[Run]:
+    """`runs`, with a bar on stderr where that is a terminal."""
     console = Console(stderr=True)
-    return track(pairs, "looking", console=console, transient=True, disable=not console.is_terminal)
-
-
-def _inputs_of(probe: Probe) -> Callable[[], dict[str, Any]]:
-    return lambda: build_inputs(probe, _SEED)
+    return track(runs, "looking", console=console, transient=True, disable=not console.is_terminal)
 
 
 def _versions(target: Target, tree: SourceTree) -> str | None:

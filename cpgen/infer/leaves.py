@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor
 
-Change = Callable[[Tensor], Tensor]
+Change = Callable[[Any], Any]  # of a tensor, or of a whole number
 
 
 @dataclass(frozen=True, order=True)
@@ -36,7 +36,7 @@ def leaves_of(value: Any, leaf: Leaf) -> Iterator[tuple[Leaf, Tensor]]:
 
 
 def changed(value: Any, leaf: Leaf, changes: Mapping[Leaf, Change]) -> Any:
-    if isinstance(value, Tensor):
+    if isinstance(value, (Tensor, int)):
         return changes[leaf](value) if leaf in changes else value
     if type(value) is dict:
         return {key: changed(item, Leaf(leaf.variable, (*leaf.path, key)), changes) for key, item in value.items()}
@@ -45,3 +45,11 @@ def changed(value: Any, leaf: Leaf, changes: Mapping[Leaf, Change]) -> Any:
             changed(item, Leaf(leaf.variable, (*leaf.path, index)), changes) for index, item in enumerate(value)
         )
     return value
+
+
+def changed_elements(before: Tensor, after: Tensor) -> Tensor:
+    """Where two tensors of one shape differ, as bools; NaN is equal to NaN."""
+    same: Tensor = before == after
+    if before.is_floating_point() or before.is_complex():
+        same = same | (before.isnan() & after.isnan())
+    return ~same

@@ -10,7 +10,7 @@ from torch import nn
 
 from cpgen.diagnostics import Finding, Location
 from cpgen.infer.course import Course
-from cpgen.infer.effects import KEY, QUERY, View, effects_of
+from cpgen.infer.effects import KEY, QUERY, Run, View, effects_of, rows_that_changed, views_of
 from cpgen.infer.exits import Exit, exits_of
 from cpgen.infer.leaves import Change, Leaf
 from cpgen.infer.mixing import Mixing, Token, find_mixing
@@ -32,12 +32,16 @@ class Cut:
 
 @dataclass(frozen=True)
 class Seen:
-    """What an attention call saw: the streams that its queries and keys are of; () for tokens that are not cut."""
+    """What an attention call saw: the streams that its queries and keys are of; () for tokens that are not cut.
+
+    `inside` says whether it was in the region: ahead of it and behind it nothing is cut.
+    """
 
     call: AttentionCall
     query: tuple[str, ...]
     key: tuple[str, ...]
     lengths: Mapping[str, int]  # of all streams that are cut, in tokens
+    inside: bool = True
 
 
 @dataclass(frozen=True)
@@ -46,8 +50,10 @@ class Look:
 
     cuts: Mapping[Leaf, Cut]
     present: Mapping[Leaf, tuple[int, ...]]  # shapes
-    absent: frozenset[str]
+    absent: frozenset[str]  # variables that were None there
+    assigned: frozenset[str]  # all variables that there were
     numbers: Mapping[str, int]
+    prefixes: Mapping[str, str]  # of `numbers`, those of leading tokens -> their stream
     lengths: Mapping[str, int]
     seen: tuple[Seen, ...]
     exits: tuple[Exit, ...]
@@ -61,9 +67,10 @@ def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs:
         changes: Mapping[Leaf, Change],
         operations: bool = False,
         stop_at: int | None = None,
+        opposing: Record | None = None,
     ) -> Record | None:
         try:
-            return watcher.run(inputs(), changes, operations=operations, stop_at=stop_at)
+            return watcher.run(inputs(), changes, operations=operations, stop_at=stop_at, opposing=opposing)
         except Refused:
             return None  # the class takes no such values there
 
@@ -78,7 +85,7 @@ def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs:
     exits = exits_of(noted, course, streams, cut)
     until = max((each.operations for each in exits), default=len(noted.operations))
     ordered = bool(cut) and not streams.unclear and not _gaps(base, streams, cut)
-    mixing = find_mixing(noted, tokens, lambda changes, stop: run(changes, True, stop), until, ordered)
+    mixing = find_mixing(noted, tokens, lambda changes, stop: run(changes, True, stop, noted), until, ordered)
     if mixing is not None:
         findings.append(_mixing_finding(mixing, watcher))
     elif not cut:
@@ -87,9 +94,10 @@ def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs:
         findings.append(Finding("CP603", message, place, note=f"seen with probe '{probe}'"))
     findings += [Finding("CP603", sentence, note=f"seen with probe '{probe}'") for sentence in streams.unclear]
     names = _names(streams, cut, exits)
+    numbers = {name: value for name, value in base.numbers.items() if name in course.read}
     lengths = {names[stream]: streams.lengths[stream] for stream in sorted(cut)}
     last = max((each.calls for each in exits), default=len(base.calls))
-    seen = []
+    seen = [Seen(call, (), (), {}, inside=False) for call in base.calls[: base.first_call] + base.calls[last:]]
     for number, call in enumerate(base.calls[base.first_call : last], start=base.first_call):
         sides = []
         for name, tensor in ((QUERY, call.query), (KEY, call.key)):
@@ -114,12 +122,32 @@ def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs:
         cuts,
         {leaf: tuple(tensor.shape) for leaf, tensor in base.begin.items()},
         base.absent,
-        {name: value for name, value in base.numbers.items() if name in course.read},
+        base.assigned,
+        numbers,
+        {name: names[stream] for name, stream in _prefixes(base, numbers, streams, cut, run).items()},
         lengths,
         tuple(seen),
         tuple(each.named(names) for each in exits),
         tuple(findings),
     )
+
+
+def _prefixes(
+    base: Record, numbers: Mapping[str, int], streams: Streams, cut: frozenset[int], run: Run
+) -> dict[str, int]:
+    """The numbers of leading tokens of a stream: one less changes the last of so many tokens, and no other."""
+    expected = views_of(base)
+    found = {}
+    for name, value in numbers.items():
+        record = run({Leaf(name): lambda number: number - 1}) if value > 0 and cut else None
+        views = views_of(record) if record is not None else {}
+        if views.keys() != expected.keys():
+            continue
+        rows = {(view, row) for view in views for row in rows_that_changed(expected[view], views[view], view.dim)}
+        tokens = {streams.token(view, row) for view, row in rows if view.name in (QUERY, KEY)}
+        if len(tokens) == 1 and (token := tokens.pop()) is not None and token[0] in cut and token[1] == value - 1:
+            found[name] = token[0]
+    return found
 
 
 def _cut(base: Record, streams: Streams) -> frozenset[int]:

@@ -11,7 +11,7 @@ from cpgen.infer.exits import Exit
 from cpgen.infer.leaves import Leaf
 from cpgen.infer.look import MAIN, Cut, Look
 from cpgen.infer.sites import attention_entries
-from cpgen.plan import Gather, Plan, Prefix, Probe, Shard
+from cpgen.plan import Gather, Plan, Prefix, Probe, Shard, Wraps
 
 Pattern = tuple[str, tuple["str | int", ...]]  # a variable and a path, with "*" for every element of a list
 
@@ -22,9 +22,10 @@ def merge(
     course: Course,
     looks: Sequence[Look],
     probes: Sequence[Probe],
-    defaults: Mapping[str, Any],
+    configs: Sequence[Mapping[str, Any]],
+    wraps: Wraps | None,
 ) -> tuple[Plan, list[Finding]]:
-    """The plan that fits all `looks`, and what could not be decided. `defaults` are those of the constructor."""
+    """The plan that fits all `looks`, and what could not be decided. `configs` has a constructor's for each look."""
     findings = list(dict.fromkeys(finding for look in looks for finding in look.findings))
     streams = tuple(dict.fromkeys(name for look in looks for name in look.lengths))
     seen = [each for look in looks for each in look.seen]
@@ -32,20 +33,21 @@ def merge(
     plan = Plan(
         model=model,
         diffusers=diffusers,
-        heads=_heads(looks, [{**defaults, **probe.config} for probe in probes]),
+        heads=_heads(looks, configs),
         blocks=course.lists,
         streams=streams,
         begin=course.lists[0],
-        shards=_shards(looks, findings),
+        shards=_shards(looks, course, findings),
         prefixes=_prefixes(looks),
         gathers=gathers,
         attention=attention_entries(seen, findings),
+        wraps=wraps,
         probes=tuple(probes),
     )
     return plan, findings
 
 
-def _shards(looks: Sequence[Look], findings: list[Finding]) -> tuple[Shard, ...]:
+def _shards(looks: Sequence[Look], course: Course, findings: list[Finding]) -> tuple[Shard, ...]:
     cuts: dict[Pattern, list[Cut]] = {}
     for look in looks:
         for leaf, cut in look.cuts.items():
@@ -65,19 +67,23 @@ def _shards(looks: Sequence[Look], findings: list[Finding]) -> tuple[Shard, ...]
             if leaf.variable == variable and len(leaf.path) == len(path) and _matches(leaf.path, path)
         ]
         missing = any(variable in look.absent for look in looks)
-        when = _when(cut, shapes)
+        if any(variable not in look.assigned for look in looks):
+            message = f"'{variable}' carries tokens, but is not assigned in every probe: a plan has no words for that"
+            findings.append(Finding("CP603", message, course.forward.module.location(course.begin)))
+            continue
+        when = " and ".join(_conditions(cut, shapes)) or None
         shards.append(Shard(variable, path, cut.dim, cut.ndim, cut.streams, optional=missing, when=when))
     return tuple(shards)
 
 
-def _when(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> str | None:
+def _conditions(cut: Cut, shapes: Sequence[tuple[int, ...]]) -> list[str]:
     """What tells tensors that are cut from those of other probes, that have another ndim or one row for all tokens."""
     conditions = []
     if any(len(shape) != cut.ndim for shape in shapes):
         conditions.append(f"ndim == {cut.ndim}")
     if any(len(shape) == cut.ndim and shape[cut.dim] == 1 for shape in shapes):
         conditions.append(f"shape[{cut.dim}] != 1")
-    return " and ".join(conditions) or None
+    return conditions
 
 
 def _pattern(leaf: Leaf, cut: Cut, looks: Sequence[Look]) -> Pattern:
@@ -108,17 +114,21 @@ def _matches(path: tuple[str | int, ...], pattern: tuple[str | int, ...]) -> boo
 
 
 def _prefixes(looks: Sequence[Look]) -> tuple[Prefix, ...]:
-    """Whole numbers that were the length of one stream in every probe, and not always the same."""
+    """Whole numbers of leading tokens: those whose change showed it, and those that were the length of one stream in
+    every probe, and not always the same."""
     found = []
     variables = {name for look in looks for name in look.numbers}
     for variable in sorted(variables):
+        shown = {look.prefixes[variable] for look in looks if variable in look.prefixes}
         of = [(look.numbers[variable], look.lengths) for look in looks if variable in look.numbers]
         fitting = [
             stream
             for stream in {name for _, lengths in of for name in lengths}
             if all(lengths.get(stream) == value for value, lengths in of)
         ]
-        if len(fitting) == 1 and len({value for value, _ in of}) > 1:
+        if len(shown) == 1:
+            found.append(Prefix(variable, shown.pop()))
+        elif len(fitting) == 1 and len({value for value, _ in of}) > 1:
             found.append(Prefix(variable, fitting[0]))
     return tuple(found)
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpgen.infer.effects import change_at, changed_elements, indices_of
-from cpgen.infer.leaves import Change, Leaf
+from cpgen.infer.effects import change_at, indices_of
+from cpgen.infer.leaves import Change, Leaf, changed_elements
 from cpgen.infer.watch import Record, Stopped
 
 MIXES = "mixes the tokens of a stream, outside attention"

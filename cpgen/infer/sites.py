@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cpgen.diagnostics import Finding
 from cpgen.infer.look import Seen
 from cpgen.plan import AttentionFunction, Site, Whole
 from cpgen.surgery.functions import Function, argument, may_be_causal
+
+_DESCRIBING = ("shape", "size", "ndim", "dim", "dtype", "device", "new_ones", "new_zeros", "new_full")
 
 
 @dataclass(frozen=True)
@@ -24,8 +26,12 @@ def attention_entries(seen: Iterable[Seen], findings: list[Finding]) -> tuple[At
     """One entry for each function that attended. Adds to `findings` what could not be told."""
     by_call: dict[tuple[str, int], list[Seen]] = {}
     functions: dict[str, Function] = {}
+    seen = list(seen)
+    inside = {each.call.place.function.owner.name for each in seen if each.inside and each.call.place is not None}
     for each in seen:
         place = each.call.place
+        if not each.inside and (place is None or place.function.owner.name not in inside):
+            continue  # what attends only ahead of the region, or behind it, is left as it is
         if place is None:
             file, line = each.call.where
             findings.append(
@@ -78,6 +84,11 @@ def _site(number: int, call: ast.Call, seen: list[Seen], function: Function, fin
         whens = _condition(kinds[first], [each for kind in kinds if kind != first for each in kinds[kind]], function)
     too_many = len(kinds) > 2 or any(other.kv is not None for other in others)
     if len(kinds) > 1 and (whens is None or too_many):
+        within = _within(kinds)
+        if within is not None:
+            streams = tuple(dict.fromkeys(name for _, order in within for name in order))
+            kind = "joint" if max(len(order) for _, order in within) > 1 else "self"
+            return Site(number, kind, streams, within=within)
         message = f"call {number} of {function.owner.name} sees different tokens, and no argument tells which"
         what = "; ".join(
             f"queries of {_listed(kind.query)}, keys of {_listed(kind.kv or kind.query)}" for kind in kinds
@@ -88,6 +99,22 @@ def _site(number: int, call: ast.Call, seen: list[Seen], function: Function, fin
     name = "causal" if causal else "cross" if first.kv else "joint" if len(first.query) > 1 else "self"
     otherwise = others[0].query if others else None
     return Site(number, name, first.query, first.kv, whens, otherwise)
+
+
+def _within(kinds: Mapping[_Kind, Sequence[Seen]]) -> tuple[tuple[str, tuple[str, ...]], ...] | None:
+    """The streams by list of blocks; None if some list has several kinds of calls, or of others than self-attention."""
+    by_list: dict[str, set[tuple[str, ...]]] = {}
+    for kind, seen in kinds.items():
+        if not kind.query or kind.kv is not None or any(each.call.blocks is None for each in seen):
+            return None
+        for each in seen:
+            by_list.setdefault(str(each.call.blocks), set()).add(kind.query)
+    # A stream may be absent in a probe: the longest order has all.
+    longest = {name: max(orders, key=len) for name, orders in by_list.items()}
+    for name, orders in by_list.items():
+        if any(tuple(each for each in longest[name] if each in order) != order for order in orders):
+            return None
+    return tuple(longest.items())
 
 
 def _kind_of(seen: Seen) -> _Kind:
@@ -133,9 +160,23 @@ def _whole(function: Function, seen: list[Seen]) -> tuple[Whole, ...]:
         first = min(steps, key=lambda statement: statement.lineno, default=None)
         if first is not None:
             read = {name: streams for name, streams in lengths.items() if any(name in _reads(each) for each in steps)}
+            beside = {name: lengths[name] for name in _assigned_beside(function, first, lengths)}
+            if beside and read.keys() <= beside.keys():  # what the branch compares with a mask is made whole, too
+                found.append(Whole(tuple(beside.items()), after=list(beside)[-1], before=None, until=mask.id))
+                continue
             target = next(name for name in sorted(feeding) if first in function.assignments_of(name))
             found.append(Whole(tuple(read.items()), after=None, before=target, until=mask.id))
     return tuple(dict.fromkeys(found))
+
+
+def _assigned_beside(function: Function, statement: ast.stmt, names: Collection[str]) -> list[str]:
+    """Those of `names` that are assigned in the same branch as `statement`, ahead of it, in that order."""
+    parent = function.parents[statement]
+    if parent is function.node:
+        return []
+    body = next(of for of in (getattr(parent, part, []) for part in ("body", "orelse")) if statement in of)
+    lines = {name: [each.lineno for each in function.assignments_of(name) if each in body] for name in names}
+    return sorted((n for n in names if lines[n] and lines[n][0] < statement.lineno), key=lambda name: lines[name][0])
 
 
 def _feeding(function: Function, name: str, line: int, lengths: Collection[str]) -> set[str]:
@@ -149,15 +190,23 @@ def _feeding(function: Function, name: str, line: int, lengths: Collection[str])
 
 
 def _reads(statement: ast.stmt) -> set[str]:
-    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+    """The variables whose values the statement reads, not only their sizes or dtypes."""
+    described = {
+        id(node.value) for node in ast.walk(statement) if isinstance(node, ast.Attribute) and node.attr in _DESCRIBING
+    }
+    return {
+        node.id
+        for node in ast.walk(statement)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in described
+    }
 
 
 def _length_of(variable: str, seen: list[Seen]) -> tuple[str, ...]:
-    """The stream, or the streams together, whose length `variable` was in every call, or ()."""
-    if not seen or any(variable not in each.call.whole for each in seen):
-        return ()
-    for streams in dict.fromkeys(streams for each in seen for streams in (each.query, *((s,) for s in each.query))):
-        if all(each.call.whole[variable] == sum(each.lengths.get(name, 0) for name in streams) for each in seen):
+    """The stream, or the streams together, whose length `variable` was in every call that has it, or ()."""
+    having = [each for each in seen if variable in each.call.whole]
+    orders = [order for each in having for order in (each.query, each.key)]
+    for streams in dict.fromkeys(streams for order in orders for streams in (order, *((name,) for name in order))):
+        if all(each.call.whole[variable] == sum(each.lengths.get(name, 0) for name in streams) for each in having):
             return streams
     return ()
 

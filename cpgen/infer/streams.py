@@ -59,6 +59,13 @@ class Streams:
         """The streams that some of a view's rows are of."""
         return set(self._pieces(view).values())
 
+    def token(self, view: View, row: int) -> tuple[int, int] | None:
+        """The stream that a view's row is of, and which of its tokens it is."""
+        for start, stream in self._pieces(view).items():
+            if start <= row < start + self.lengths[stream]:
+                return stream, row - start
+        return None
+
     def _pieces(self, view: View) -> dict[int, int]:
         """First row of a stream in a view -> the stream."""
         return {

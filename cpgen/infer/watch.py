@@ -22,7 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from cpgen.infer.course import Course
-from cpgen.infer.leaves import Change, Leaf, changed, leaves_of
+from cpgen.infer.leaves import Change, Leaf, changed, changed_elements, leaves_of
 from cpgen.source import SourceModule
 from cpgen.surgery.functions import Function, method
 
@@ -31,6 +31,7 @@ _DECIDING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "uniq
 _LEAVING = {getattr(Tensor, name): f"Tensor.{name}" for name in ("tolist", "numpy", "__array__")}  # unseen by dispatch
 _BY_BOOLS = "aten.index.Tensor"
 _IN_TRAINING = "batch_norm"  # over all tokens in training, which no probe runs
+_COMPARING = ("aten.eq.", "aten.ne.", "aten.lt.", "aten.le.", "aten.gt.", "aten.ge.")
 _SHAPE_ONLY = ("_like", "new_", "sym_size")
 RETURNED = "return"  # stands for a variable: what forward returns
 
@@ -85,10 +86,12 @@ class Record:
     begin: dict[Leaf, Tensor] = field(default_factory=dict)
     numbers: dict[str, int] = field(default_factory=dict)
     absent: frozenset[str] = frozenset()
+    assigned: frozenset[str] = frozenset()  # the names of all variables there
     calls: list[AttentionCall] = field(default_factory=list)
     first_call: int = 0  # the first of `calls` in the region
     snapshots: list[Snapshot] = field(default_factory=list)
     operations: list[tuple[str, tuple[Tensor, ...]]] = field(default_factory=list)
+    comparisons: dict[int, list[Tensor]] = field(default_factory=dict)  # operation -> what it compares
     deciding: list[int] = field(default_factory=list)  # operations whose results, of `followed`, leave torch
     in_training: list[int] = field(default_factory=list)  # operations on `followed` that mix tokens in training
     attending: list[str] = field(default_factory=list)  # attributes of the model whose blocks attend
@@ -120,13 +123,16 @@ class Watcher:
         operations: bool = False,
         stop_at: int | None = None,
         followed: Collection[Leaf] = (),
+        opposing: Record | None = None,
     ) -> Record:
         """Run forward. `changes` are made to variables where the region begins; `operations` are noted from there on,
-        with those that hand Python, or a shape, a value that was made from the variables in `followed`.
+        with those that hand Python, or a shape, a value that was made from the variables in `followed`. Where what is
+        compared is not what it was in `opposing`, the comparison comes out the opposite way of that one: a test that
+        no probe's values reach shows on what it depends.
 
         Raises `Stopped` ahead of operation `stop_at`, and `Refused` for whatever the class raises.
         """
-        run = _Run(self, changes or {}, operations, stop_at, followed)
+        run = _Run(self, changes or {}, operations, stop_at, followed, opposing)
         try:
             with run.watching():
                 self._model(**inputs)
@@ -184,7 +190,9 @@ class _Run:
         operations: bool,
         stop_at: int | None,
         followed: Collection[Leaf],
+        opposing: Record | None,
     ) -> None:
+        self._opposing = opposing
         self.record = Record()
         self._watcher = watcher
         self._changes = changes
@@ -213,7 +221,7 @@ class _Run:
             yield
 
     def _hooks(self) -> Iterator[Any]:
-        for name, child in self._watcher._model.named_children():
+        for name, child in _lists_of(self._watcher._model):
             for block in _blocks_of(child):
                 yield block.register_forward_pre_hook(lambda *_, name=name: self._blocks.append(name))
                 yield block.register_forward_hook(lambda *_: self._left())
@@ -260,6 +268,7 @@ class _Run:
                     self._follow(tensor)
             if isinstance(value, int) and not isinstance(value, bool):
                 self.record.numbers[name] = value
+        self.record.assigned = frozenset(variables)
         self.record.absent = frozenset(name for name, value in variables.items() if value is None)
         self.record.first_call = len(self.record.calls)
         self._began = self._noting = True
@@ -334,8 +343,23 @@ class _Run:
                     raise Stopped(frame.f_code.co_filename, frame.f_lineno)
                 frame = frame.f_back
         self._noting = False  # these clones are operations as well, outside of a dispatch
+        if name.startswith(_COMPARING):
+            outputs = (self._compared(inputs, outputs[0]),)
         self.record.operations.append((name, tuple(output.clone() for output in outputs)))
         self._noting = True
+
+    def _compared(self, inputs: list[Tensor], output: Tensor) -> Tensor:
+        """`output` of a comparison that is the next operation, changed in place if it opposes another run's."""
+        index = len(self.record.operations)
+        if self._opposing is None:
+            self.record.comparisons[index] = [tensor.clone() for tensor in inputs]
+            return output
+        before = self._opposing.comparisons.get(index, [])
+        if before and [tensor.shape for tensor in before] == [tensor.shape for tensor in inputs]:
+            result = self._opposing.operations[index][1][0]
+            for old, new in zip(before, inputs, strict=True):
+                torch.where(changed_elements(old, new), ~result, output, out=output)
+        return output
 
 
 class _StandIn(TorchFunctionMode):
@@ -376,6 +400,15 @@ class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
         inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
         self._report(name, inputs, [output for output in outputs if isinstance(output, Tensor)], tensors)
         return result
+
+
+def _lists_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """The children of a model, and in place of a ModuleDict of lists these lists, under dotted names."""
+    for name, child in model.named_children():
+        if isinstance(child, nn.ModuleDict) and all(isinstance(each, nn.ModuleList) for each in child.values()):
+            yield from ((f"{name}.{key}", each) for key, each in child.items())
+        else:
+            yield name, child
 
 
 def _blocks_of(child: nn.Module) -> Iterator[nn.Module]:

@@ -91,12 +91,11 @@ class Function:
         return tuple(dict.fromkeys(found))
 
     def loops_over(self, attribute: str) -> list[ast.For]:
-        """The loops whose iterable mentions `self.<attribute>`."""
-        return [
-            node
-            for node in self._in_order()
-            if isinstance(node, ast.For) and any(is_self_attribute(part, attribute) for part in ast.walk(node.iter))
-        ]
+        """The loops whose iterable mentions `self.<attribute>`; a dotted one is a list in a ModuleDict."""
+        name, *keys = attribute.split(".")
+        wanted = f"self.{name}" + "".join(f"[{key!r}]" for key in keys)
+        loops = (node for node in self._in_order() if isinstance(node, ast.For))
+        return [loop for loop in loops if any(ast.unparse(part) == wanted for part in ast.walk(loop.iter))]
 
     def calls_of(self, attribute: str) -> list[ast.Call]:
         """The calls `self.<attribute>(...)`."""

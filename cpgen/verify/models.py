@@ -88,8 +88,15 @@ def _with_models(value: Any, module: ModuleType) -> Any:
 def randomise(model: nn.Module, seed: int) -> None:
     """Give every parameter a random value of a sane size: zero-initialised gates make wrong code look right.
 
-    A parameter's values depend on its name and `seed` only.
+    So do tables in buffers that hold one number until weights are loaded: these get values around it. A tensor's values
+    depend on its name and `seed` only.
     """
+    saved = model.state_dict(keep_vars=True)
+    for name, buffer in model.named_buffers():
+        constant = name in saved and buffer.is_floating_point() and buffer.numel() > 1 and buffer.min() == buffer.max()
+        if constant and torch.isfinite(buffer).all():
+            generator = torch.Generator().manual_seed(zlib.crc32(f"{seed}:{name}".encode()))
+            buffer.add_(0.1 * torch.randn(buffer.shape, generator=generator).to(buffer.dtype))
     for name, parameter in model.named_parameters():
         if not parameter.is_floating_point():
             continue

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from cpgen.diagnostics import CpgenError, Finding
+from cpgen.infer.branches import untaken_branches
 from cpgen.infer.draft import differences, plan_text
 from cpgen.infer.guess import guess_probes
 from cpgen.infer.inference import infer_plan
@@ -76,6 +77,8 @@ HIDDEN = {  # X is the tensor
         "X = torch.nn.functional.batch_norm(X.mT, X.new_zeros(X.shape[2]), X.new_ones(X.shape[2]), "
         "training=self.training).mT"
     ),
+    "a comparison that no value passes": "X = X * (1 + (X.abs() > 1e9).any())",
+    "a comparison that all values pass": "X = X * (X.norm(dim=2) < 1e9).all()",
     "two inner tokens that change places": "X = X[:, [*range(5), 6, 5, *range(7, X.shape[1])]]",
     "a roll": "X = X.roll(1, dims=1)",
     "a mean of two inner tokens": (
@@ -181,6 +184,29 @@ def test_calls_are_told_apart_by_the_argument_that_brings_tokens(tmp_path: Path)
     plan, findings = found_in(tmp_path, text)
     assert findings == []
     assert [site.when for function in plan.attention for site in function.sites] == [None, "context is None"]
+
+
+@pytest.mark.parametrize(
+    ("line", "what"),
+    [
+        ("if hidden_states.shape[1] > 1000: hidden_states = hidden_states * 2", "a size"),
+        ("if hidden_states.shape[1] < 1000: hidden_states = hidden_states * 2", "a size"),
+        ("count = hidden_states.size(1); hidden_states = hidden_states * (2 if 4 < count < 1000 else 1)", "a size"),
+        ("hidden_states = hidden_states * 2 if self.training else hidden_states", "whether the model is in training"),
+        ("if hidden_states.shape[1] > 1000: raise ValueError(1)", None),
+        ("hidden_states = hidden_states * (2 if hidden_states.shape[0] == 1 else 1)", None),  # one probe each
+        ("if rope is None: hidden_states = hidden_states * 2", None),
+    ],
+)
+def test_a_branch_of_which_no_probe_takes_a_side_is_said(tmp_path: Path, line: str, what: str | None) -> None:
+    head, _ = PLACES["self-attention"]
+    file = tmp_path / "transformer_made.py"
+    file.write_text(TINY.replace(head, f"{head}        {line}\n"), "utf-8")
+    found = untaken_branches(find_target(f"{file}:TinyTransformer2DModel", SourceTree()), PLAN)
+    assert [each.message for each in found] == (
+        [f"no probe takes the other side of a branch on {what}"] if what else []
+    )
+    assert all(each.location is not None and line in (each.location.text or "") for each in found)
 
 
 def test_blocks_that_forward_does_not_loop_over_are_reported(tmp_path: Path) -> None:
