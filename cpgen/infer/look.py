@@ -164,7 +164,7 @@ def _cut(base: Record, streams: Streams) -> frozenset[int]:
         stream
         for carrier in streams.carriers
         for stream in carrier.streams
-        if len(carrier.streams) == 1 and stream in asking and _reaches_output(carrier)
+        if stream in asking and _leaves_alone(carrier)
     }
     before = -1
     while len(cut) != before:
@@ -175,7 +175,10 @@ def _cut(base: Record, streams: Streams) -> frozenset[int]:
     return frozenset(cut)
 
 
-def _reaches_output(carrier: Carrier) -> bool:
+def _leaves_alone(carrier: Carrier) -> bool:
+    """Whether it carries one stream, which reaches what forward returns."""
+    if len(carrier.streams) != 1:
+        return False
     views = [*carrier.effect.offsets, *carrier.effect.spread]
     return any(isinstance(view.name, Leaf) and view.name.variable == RETURNED for view in views)
 
@@ -226,7 +229,9 @@ def _gaps(base: Record, streams: Streams, cut: frozenset[int]) -> set[int]:
 
 def _names(streams: Streams, cut: frozenset[int], exits: tuple[Exit, ...]) -> dict[int, str]:
     """A name for each stream: `MAIN`, or one by the variables that carry it."""
-    main = exits[-1].stream if exits else min(cut, default=-1)
+    leaving = {carrier.streams[0] for carrier in streams.carriers if _leaves_alone(carrier)}
+    last = [each.stream for each in exits if each.stream in leaving] or [each.stream for each in exits]
+    main = last[-1] if last else min(cut, default=-1)
     names: dict[int, str] = {}
     for stream in sorted(cut, key=lambda number: number != main):
         carriers = [carrier for carrier in streams.carriers if carrier.streams == (stream,)]

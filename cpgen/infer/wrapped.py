@@ -30,26 +30,30 @@ class Run:
 
 
 def wrapped(target: Target, models: Sequence[nn.Module]) -> Wraps | None:
-    """The list of models that `models` hold: of one class of their own file that has blocks, where they have none."""
+    """The list of models that `models` are made of, and of nothing else: all of one class of their own file."""
     found = {
         (name, type(each).__name__)
         for model in models
         for name, child in model.named_children()
-        if isinstance(child, nn.ModuleList)
-        for each in child
+        for each in (child if isinstance(child, nn.ModuleList) else [child])
     }
-    if len(found) != 1:
+    if len(found) != 1 or any(next(model.parameters(recurse=False), None) is not None for model in models):
         return None
     attribute, class_name = found.pop()
     node = target.module.definitions.get(class_name)
-    if not isinstance(node, ast.ClassDef) or method(target.module, node, "forward") is None:
+    listed = all(isinstance(getattr(model, attribute), nn.ModuleList) for model in models)
+    if not listed or not isinstance(node, ast.ClassDef) or class_name == target.class_name:
         return None
-    own_lists = all(
-        any(isinstance(child, nn.ModuleList) for child in each.children())
+    forward = method(target.module, node, "forward")
+    lists = [
+        name
         for model in models
-        for each in model.get_submodule(attribute).children()
-    )
-    return Wraps(attribute, class_name) if own_lists and class_name != target.class_name else None
+        for each in getattr(model, attribute)
+        for name, child in each.named_children()
+        if isinstance(child, nn.ModuleList)
+    ]
+    loops = forward is not None and any(forward.loops_over(name) for name in lists)
+    return Wraps(attribute, class_name) if loops else None
 
 
 def runs_of_wrapped(probe: Probe, model: nn.Module, wraps: Wraps, seed: int) -> Iterator[Run]:
