@@ -136,6 +136,8 @@ def _reads_size(value: ast.expr) -> bool:
         return (isinstance(called, ast.Attribute) and called.attr in _SIZES) or ast.unparse(called) == "len"
     if isinstance(value, ast.Attribute):
         return value.attr in _SIZES
+    if isinstance(value, ast.Subscript):
+        return _reads_size(value.value)  # what is sliced by a size is none itself
     return any(_reads_size(child) for child in ast.iter_child_nodes(value) if isinstance(child, ast.expr))
 
 

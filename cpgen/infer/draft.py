@@ -26,7 +26,7 @@ def differences(found: Plan, written: Plan) -> set[str]:
     different = {
         name for name in ("model", "heads", "blocks", "begin") if getattr(found, name) != getattr(written, name)
     }
-    if _placeless(found.wraps) != _placeless(written.wraps):
+    if _wrapped(found) != _wrapped(written):
         different.add("wraps")
     for name, one in ENTRIES.items():
         ours, theirs = ({_placeless(each) for each in getattr(plan, name)} for plan in (found, written))
@@ -38,6 +38,10 @@ def differences(found: Plan, written: Plan) -> set[str]:
         if described.get(function.owner) != _placeless(function)
     }
     return different
+
+
+def _wrapped(plan: Plan) -> tuple[str, str] | None:
+    return (plan.wraps.attribute, plan.wraps.model) if plan.wraps else None
 
 
 def _placeless(entry: Any) -> Any:
