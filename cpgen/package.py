@@ -195,7 +195,7 @@ def default_heads(target: Target, plan: Plan) -> int | None:
     constructor = method(holder.module, holder.node, "__init__")
     if plan.heads is None or constructor is None:
         return None
-    if plan.heads not in constructor.parameters:
+    if plan.heads not in constructor.parameters[1:]:  # all but self
         hint = did_you_mean(plan.heads, constructor.parameters)
         message = f"'{plan.heads}' (the plan's heads) is not an argument of {holder.class_name}"
         note = f"its constructor is at {holder.module.label}:{constructor.node.lineno}"

@@ -138,10 +138,18 @@ class _Reader(TensorParallelReader, VariantReader, ProbeReader):
         )
         if not self.findings:  # what is misspelt is missing elsewhere: say it once
             self.findings += meeting_entries(plan)
-            self._check_cut(plan)
+            self._check_together(plan)
         return plan
 
-    def _check_cut(self, plan: Plan) -> None:
+    def _check_together(self, plan: Plan) -> None:
+        """Entries that are fine by themselves, but not beside each other."""
+        for i, name in enumerate(plan.outside):
+            if name in [entry.owner for entry in plan.attention]:
+                self._find("CP105", f"{name} is described under 'attention': it is not outside", ("outside", i))
+        for prefix in plan.prefixes:
+            if prefix.variable in [shard.variable for shard in plan.shards]:
+                message = f"'{prefix.variable}' is cut as a tensor: it is no number of tokens"
+                self._find("CP105", message, ("region", "prefix", prefix.variable), key=True)
         cut = {stream for shard in plan.shards for stream in shard.streams}
         for i, stream in enumerate(plan.streams):
             if stream not in cut:
@@ -277,6 +285,8 @@ class _Reader(TensorParallelReader, VariantReader, ProbeReader):
             self._find("CP105", f"a {kind} site takes no cache: self and joint ones do", (*path, "cache"), key=True)
         if "otherwise" in entry and "when" not in entry:
             self._find("CP107", "'otherwise' needs a 'when'", (*path, "otherwise"), key=True)
+        elif "otherwise" in entry and _listed(entry["otherwise"]) == _listed(entry.get("stream")):
+            self._find("CP105", "'otherwise' says what 'stream' does", (*path, "otherwise"), key=True)
         if kind == "joint" and max((len(names) for _, names in within), default=len(streams)) == 1:
             message = "a joint site names its streams in the order in which they are concatenated"
             self._find("CP105", message, (*path, "stream"))
@@ -343,7 +353,7 @@ class _Reader(TensorParallelReader, VariantReader, ProbeReader):
     def _variable(self, path: Path) -> tuple[str, tuple[str | int, ...]]:
         text = str(path[-1])
         match = _VARIABLE.fullmatch(text)
-        if match is None or not is_name(match["name"]):
+        if match is None or not is_name(match["name"]) or match["name"] == "self":
             note = "a variable, and a path into it such as [0], [*] or ['key']"
             self._find("CP105", f"'{text}' is not a variable", path, key=True, note=note)
             return "", ()
@@ -357,7 +367,7 @@ class _Reader(TensorParallelReader, VariantReader, ProbeReader):
 
     def _count(self, value: Any, path: Path, *, key: bool = False) -> str:
         """A host number of tokens: a variable, or an entry of the config."""
-        if not isinstance(value, str) or not is_name(value.removeprefix(CONFIG)):
+        if not isinstance(value, str) or value == "self" or not is_name(value.removeprefix(CONFIG)):
             note = f"a variable, or an entry of the config as forward reads it: {CONFIG}NAME"
             self._find("CP105", f"{value!r} is not a number of tokens", path, key=key, note=note)
         return str(value)
@@ -378,7 +388,14 @@ class _Reader(TensorParallelReader, VariantReader, ProbeReader):
         try:
             if not isinstance(value, str):
                 raise ConditionError(f"{value!r} is not text")
-            return parse_condition(value, subject)[0]
+            code, names = parse_condition(value, subject)
+            if not names:
+                raise ConditionError(f"{value!r} reads no variable, so it is always the same")
+            return code
         except ConditionError as error:
             self._find("CP109", f"not a condition: {error}", path, note=f"allowed: {GRAMMAR}")
             return None
+
+
+def _listed(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value

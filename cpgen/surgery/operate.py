@@ -182,9 +182,19 @@ def _check_blocks(target: Target, plan: Plan, findings: list[Finding]) -> None:
             message = f"{target.class_name} has no module '{module}'"
             hint = did_you_mean(module, attributes)
             findings.append(Finding("CP104", message, place, hint=hint, note="named in the plan's blocks"))
+        elif not keys and _is_no_list(attributes[module]):
+            message = f"{target.class_name}'s '{module}' is no list of modules"
+            note = f"it is made as {ast.unparse(attributes[module])[:80]}"  # type: ignore[arg-type]
+            findings.append(Finding("CP104", message, place, note=f"{note}; '{name}' is named in the plan's blocks"))
         elif keys and item not in items:
             message = f"{target.class_name} nowhere reads {item}"
             findings.append(Finding("CP104", message, place, note=f"'{name}' is named in the plan's blocks"))
+
+
+def _is_no_list(value: ast.expr | None) -> bool:
+    """Whether an attribute is plainly given another module of torch, such as nn.Linear(...)."""
+    made = ast.unparse(value.func) if isinstance(value, ast.Call) else ""
+    return made.startswith(("nn.", "torch.nn.")) and not made.endswith(("List", "Sequential", "Dict"))
 
 
 def _check_described(target: Target, plan: Plan, functions: list[Function], findings: list[Finding]) -> None:

@@ -42,7 +42,7 @@ def __call__(self, attn, query, key, value):
     out = dispatch_attention_fn(query, key, value)
     return out
 """
-_SHARD = "{hidden_states: {dim: 1, ndim: 3, stream: latent}}"
+_SHARD = "{hidden_states: {dim: 1, ndim: 3, stream: STREAMS}}"
 _GATHER = "{hidden_states: {after: proj_out, dim: 1, ndim: 3, stream: latent}}"
 _SITES = "[{call: 0, kind: self, stream: latent}]"
 
@@ -83,7 +83,7 @@ def plan_text(
         f"streams: {streams}",
         "region:",
         "  begin: {before: blocks}",
-        f"  shard: {shard}",
+        f"  shard: {shard.replace('STREAMS', 'latent' if streams == '[latent]' else streams)}",
         f"  gather: {gather}",
         "attention:",
         f"  {owner}: {sites}",

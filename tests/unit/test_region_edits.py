@@ -358,3 +358,10 @@ def test_region_takes_another_name_where_a_module_is_called_cp(tmp_path: Path) -
     text = operated(tmp_path, "import cupy as cp\n" + module_text(), plan_text())
     assert "cp_1 = begin_region(self)" in text and "cp_1 = attention_site(attn" in text
     assert text.startswith("import cupy as cp\n")
+
+
+def test_blocks_that_are_no_list(tmp_path: Path) -> None:
+    plan = plan_text().replace("blocks: [blocks]", "blocks: [blocks, proj_out]")
+    assert findings(tmp_path, module_text(), plan) == ["CP104 Model's 'proj_out' is no list of modules"]
+    for made in ("make_blocks(4)", "torch.nn.ModuleList()", "nn.Sequential()", "[]"):
+        operated(tmp_path, module_text().replace("nn.Linear(1, 1)", made), plan)
