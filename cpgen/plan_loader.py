@@ -327,14 +327,14 @@ class _Reader(TensorParallelReader, VariantReader, ProbeReader):
         for variable in variables:
             if not is_name(variable):
                 self._find("CP105", f"'{variable}' is not a variable's name", (*path, "variables", variable), key=True)
-            pairs.append((variable, self._stream_list(variables, (*path, "variables", variable))))
+            pairs.append((variable, self._stream_list(variables, (*path, "variables", variable), repeated=True)))
         after, before, until = (
             self._name(entry, (*path, key)) if key in entry else None for key in ("after", "before", "until")
         )
         return Whole(tuple(pairs), after, before, until, self._document.at(path))
 
     # Values
-    def _stream_list(self, parent: dict[Any, Any], path: Path) -> tuple[str, ...]:
+    def _stream_list(self, parent: dict[Any, Any], path: Path, *, repeated: bool = False) -> tuple[str, ...]:
         value = parent.get(path[-1])
         if path[-1] not in parent:
             return ()
@@ -346,7 +346,7 @@ class _Reader(TensorParallelReader, VariantReader, ProbeReader):
                 hint = did_you_mean(str(name), self._streams)
                 note = f"streams of this plan: {', '.join(self._streams) or 'none'}"
                 self._find("CP105", f"unknown stream {name!r}", path, hint=hint, note=note)
-            elif name in names[:i]:
+            elif name in names[:i] and not repeated:
                 self._find("CP105", f"stream '{name}' is named twice", (*path, i))
         return tuple(str(name) for name in names)
 
