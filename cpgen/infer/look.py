@@ -68,9 +68,11 @@ def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs:
         operations: bool = False,
         stop_at: int | None = None,
         opposing: Record | None = None,
+        training: bool = False,
     ) -> Record | None:
+        options: dict[str, Any] = {"operations": operations, "opposing": opposing, "training": training}
         try:
-            return watcher.run(inputs(), changes, operations=operations, stop_at=stop_at, opposing=opposing)
+            return watcher.run(inputs(), changes, stop_at=stop_at, **options)
         except Refused:
             return None  # the class takes no such values there
 
@@ -86,6 +88,11 @@ def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs:
     until = max((each.operations for each in exits), default=len(noted.operations))
     ordered = bool(cut) and not streams.unclear and not _gaps(base, streams, cut)
     mixing = find_mixing(noted, tokens, lambda changes, stop: run(changes, True, stop, noted), until, ordered)
+    if mixing is None and any(".training" in line for line in course.forward.module.lines):
+        trained = watcher.run(inputs(), operations=True, followed=followed, training=True)
+        leaving = exits_of(trained, course, streams, cut)
+        until = max((each.operations for each in leaving), default=len(trained.operations))
+        mixing = find_mixing(trained, tokens, lambda changes, stop: run(changes, True, stop, trained, True), until)
     if mixing is not None:
         findings.append(_mixing_finding(mixing, watcher))
     elif not cut:

@@ -29,6 +29,7 @@ from cpgen.surgery.functions import Function, method
 # Values that leave torch: to decide on what runs next, or how large a tensor is.
 _DECIDING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_", "aten.equal")
 _LEAVING = {getattr(Tensor, name): f"Tensor.{name}" for name in ("tolist", "numpy", "__array__")}  # unseen by dispatch
+_DROPPING = (functional.dropout, functional.dropout1d, functional.dropout2d, functional.alpha_dropout)
 _BY_BOOLS = "aten.index.Tensor"
 _IN_TRAINING = "batch_norm"  # over all tokens in training, which no probe runs
 _COMPARING = ("aten.eq.", "aten.ne.", "aten.lt.", "aten.le.", "aten.gt.", "aten.ge.")
@@ -124,22 +125,25 @@ class Watcher:
         stop_at: int | None = None,
         followed: Collection[Leaf] = (),
         opposing: Record | None = None,
+        training: bool = False,
     ) -> Record:
         """Run forward. `changes` are made to variables where the region begins; `operations` are noted from there on,
         with those that hand Python, or a shape, a value that was made from the variables in `followed`. Where what is
         compared is not what it was in `opposing`, the comparison comes out the opposite way of that one: a test that
-        no probe's values reach shows on what it depends.
+        no probe's values reach shows on what it depends. In `training` nothing is dropped.
 
         Raises `Stopped` ahead of operation `stop_at`, and `Refused` for whatever the class raises.
         """
         run = _Run(self, changes or {}, operations, stop_at, followed, opposing)
         try:
             with run.watching():
-                self._model(**inputs)
+                self._model.train(training)(**inputs)
         except Stopped:
             raise
         except (Exception, SystemExit) as error:
             raise Refused(in_words(error)) from error
+        finally:
+            self._model.eval()
         return run.record
 
     def source(self, file: str) -> SourceModule | None:
@@ -371,6 +375,8 @@ class _StandIn(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func in _LEAVING:
             self._leaves(_LEAVING[func], args[0])
+        if func in _DROPPING:
+            return args[0]
         if func is not functional.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})

@@ -77,6 +77,7 @@ HIDDEN = {  # X is the tensor
         "X = torch.nn.functional.batch_norm(X.mT, X.new_zeros(X.shape[2]), X.new_ones(X.shape[2]), "
         "training=self.training).mT"
     ),
+    "a mean in training": "X = X - X.mean(dim=1, keepdim=True) if self.training else X",
     "a comparison that no value passes": "X = X * (1 + (X.abs() > 1e9).any())",
     "a comparison that all values pass": "X = X * (X.norm(dim=2) < 1e9).all()",
     "two inner tokens that change places": "X = X[:, [*range(5), 6, 5, *range(7, X.shape[1])]]",
