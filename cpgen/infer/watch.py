@@ -16,20 +16,15 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from cpgen.infer.course import Course
+from cpgen.infer.intercept import LEAVING, Operations, StandIn
 from cpgen.infer.leaves import Change, Leaf, changed, changed_elements, leaves_of
 from cpgen.source import SourceModule
 from cpgen.surgery.functions import Function, method
 
 # Values that leave torch: to decide on what runs next, or how large a tensor is.
 _DECIDING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_", "aten.equal")
-_LEAVING = {getattr(Tensor, name): f"Tensor.{name}" for name in ("tolist", "numpy", "__array__")}  # unseen by dispatch
-_DROPPING = (functional.dropout, functional.dropout1d, functional.dropout2d, functional.alpha_dropout)
 _BY_BOOLS = "aten.index.Tensor"
 _IN_TRAINING = "batch_norm"  # over all tokens in training, which no probe runs
 _COMPARING = ("aten.eq.", "aten.ne.", "aten.lt.", "aten.le.", "aten.gt.", "aten.ge.")
@@ -217,9 +212,9 @@ class _Run:
         with ExitStack() as stack:
             for hook in self._hooks():
                 stack.callback(hook.remove)
-            stack.enter_context(_StandIn(self._attend, self._left_torch))
+            stack.enter_context(StandIn(self._attend, self._left_torch))
             if self._operations:
-                stack.enter_context(_Operations(self._operation))
+                stack.enter_context(Operations(self._operation))
             stack.callback(sys.settrace, before)
             sys.settrace(self._on_call)
             yield
@@ -334,7 +329,7 @@ class _Run:
         followed = [tensor for tensor in inputs if tensor.untyped_storage()._cdata in self._traces]
         if followed:
             by_bools = name == _BY_BOOLS and any(tensor.dtype == torch.bool for tensor in followed)
-            if by_bools or name in _LEAVING.values() or any(word in name for word in _DECIDING):
+            if by_bools or name in LEAVING.values() or any(word in name for word in _DECIDING):
                 self.record.deciding.append(len(self.record.operations))
             if _IN_TRAINING in name:
                 self.record.in_training.append(len(self.record.operations))
@@ -364,48 +359,6 @@ class _Run:
             for old, new in zip(before, inputs, strict=True):
                 torch.where(changed_elements(old, new), ~result, output, out=output)
         return output
-
-
-class _StandIn(TorchFunctionMode):
-    def __init__(self, report: Callable[[Tensor, Tensor], None], leaves: Callable[[str, Tensor], None]) -> None:
-        super().__init__()
-        self._report = report
-        self._leaves = leaves
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func in _LEAVING:
-            self._leaves(_LEAVING[func], args[0])
-        if func in _DROPPING:
-            return args[0]
-        if func is not functional.scaled_dot_product_attention:
-            return func(*args, **(kwargs or {}))
-        given = dict(zip(("query", "key", "value"), args, strict=False)) | (kwargs or {})
-        query, key, value = given["query"], given["key"], given["value"]
-        self._report(query, key)
-        size = value.shape[-1]
-        repeats = -(-size // query.shape[-1])
-        return torch.cat([query] * repeats, dim=-1)[..., :size].to(value.dtype).contiguous()
-
-
-class _Operations(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    def __init__(self, report: Callable[[str, list[Tensor], list[Tensor], tuple[Tensor, ...]], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._report = report
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        name = str(func)
-        if "empty" in name and isinstance(result, Tensor):
-            result.zero_()  # what was in memory before is no value of the class's
-        outputs = result if isinstance(result, (tuple, list)) else (result,)
-        tensors = tuple(
-            output if isinstance(output, Tensor) else torch.tensor(output)
-            for output in outputs
-            if isinstance(output, (Tensor, bool, int, float))
-        )
-        inputs = [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
-        self._report(name, inputs, [output for output in outputs if isinstance(output, Tensor)], tensors)
-        return result
 
 
 def _lists_of(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
