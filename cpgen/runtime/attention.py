@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .binding import ATTRIBUTE, LIST
+from .binding import ATTRIBUTE, LIST, check_heads
 from .casting import as_attention_casts, in_one_dtype
 from .dtensors import to_local
 from .exchange import gather_tokens, heads_to_tokens, tokens_of, tokens_to_heads
@@ -43,6 +43,7 @@ class AttentionSite(Site):
         region = self._resolve(query, key, value)
         binding, axis = self._binding, self._binding.ulysses
         rows = [x.permute(_TO_ROWS[self._given]) for x in in_one_dtype(query, key, value)]
+        check_heads(binding.model_name, rows[0].shape[2], axis.degree)  # a plan need not say where their number is
         heads = [head_parts(rows[0].shape[2], x.shape[2], axis.degree) for x in rows[1:]]
         self._heads = heads[0]
         self._traded = True
@@ -297,7 +298,11 @@ def attention_site(
     Raises ValueError for a list that is not in it.
     """
     binding = getattr(attention, ATTRIBUTE, None)
-    if binding is None or not when:
+    if binding is None:
+        return LOCAL_ATTENTION
+    if not torch.compiler.is_compiling():
+        binding.latest.attending.add(type(attention))
+    if not when:
         return LOCAL_ATTENTION
     if within is not None:
         blocks = getattr(attention, LIST, None)

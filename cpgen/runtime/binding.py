@@ -51,6 +51,7 @@ class Latest:
         self.pinned = False
         self.key = uuid.uuid4().hex  # text: compiled code is made anew for another one
         self.seen: set[tuple[tuple[str, int], ...]] = set()  # lengths of the streams of all regions
+        self.attending: set[type[torch.nn.Module]] = set()  # classes whose attention has run through a site
 
 
 class Binding:
@@ -81,6 +82,7 @@ class Binding:
         self.blocks = blocks
         self._processors = processors
         self._attention: list[torch.nn.Module] = []
+        self._added: list[tuple[str, torch.nn.Module]] = []  # modules of the blocks that are not bound
 
     @property
     def exchanged(self) -> bool:
@@ -101,16 +103,30 @@ class Binding:
                 self._check_processor(module)
             return
         self._attention = []
+        self._added = []
         for block in self.blocks:
             for name, module in block.named_modules():
+                binding = getattr(module, ATTRIBUTE, None)
+                added = binding is None or binding.latest is not self.latest
                 if callable(getattr(module, "processor", None)):
                     self._check_processor(module)
                     self._attention.append(module)
-                    binding = getattr(module, ATTRIBUTE, None)
-                    if binding is None or binding.latest is not self.latest:
-                        raise ValueError(
-                            f"{self.model_name}: {name!r} was replaced after parallelize; call it after that"
-                        )
+                    if added:
+                        raise self._replaced(name)
+                elif added:  # a wrapper or an adapter may be
+                    self._added.append((name, module))
+
+    def check_added(self) -> None:
+        """Raise ValueError if a module that joined the blocks after parallelize attends: it saw local tokens only.
+
+        Called behind the blocks: which modules without a processor attend is known when they have.
+        """
+        for name, module in self._added:
+            if type(module) in self.latest.attending:
+                raise self._replaced(name)
+
+    def _replaced(self, name: str) -> ValueError:
+        return ValueError(f"{self.model_name}: {name!r} was replaced after parallelize; call it after that")
 
     def _check_processor(self, module: torch.nn.Module) -> None:
         if not isinstance(module.processor, self._processors):
@@ -175,12 +191,12 @@ def bind_context_parallel(
     attention module in them must use one of `processors`. With `load_balance` streams are cut in head-tail order.
     Raises ValueError if `heads` is smaller than `ulysses_degree`, or if a processor is not one of those.
     """
-    if heads is not None and heads < ulysses_degree:
-        on_tp = " on each rank of the tp axis" if axis_size(mesh, "tp") > 1 else ""
-        raise ValueError(
-            f"{type(model).__name__} has {heads} attention heads{on_tp}: ulysses gives every rank at least one, so its "
-            f"degree is at most {heads}, not {ulysses_degree}. Emit with a --ulysses-degree that fits, or with "
-            f"--strategy allgather or ring for degrees past the number of heads"
+    if heads is not None:
+        check_heads(
+            type(model).__name__,
+            heads,
+            ulysses_degree,
+            " on each rank of the tp axis" if axis_size(mesh, "tp") > 1 else "",
         )
     cp, outer, ulysses = (Axis.of(axis) for axis in split_cp(mesh, ulysses_degree))
     if cp.degree == 1:
@@ -197,6 +213,16 @@ def bind_context_parallel(
         for module in block_list.modules():
             setattr(module, LIST, names[block_list])
     binding.check_attention()
+
+
+def check_heads(model_name: str, heads: int, ulysses_degree: int, where: str = "") -> None:
+    """Raise ValueError if ulysses cannot give every rank a head."""
+    if heads < ulysses_degree:
+        raise ValueError(
+            f"{model_name} has {heads} attention heads{where}: ulysses gives every rank at least one, so its degree is "
+            f"at most {heads}, not {ulysses_degree}. Emit with a --ulysses-degree that fits, or with "
+            f"--strategy allgather or ring for degrees past the number of heads"
+        )
 
 
 def use_processors(block_lists: Iterable[torch.nn.Module], *processors: type) -> None:

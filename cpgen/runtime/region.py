@@ -261,6 +261,7 @@ class Region:
                 f"{self.binding.model_name}: no attention call exchanged tokens in this forward, so each rank attended "
                 f"to its own part only. Its attention is in none of the functions that the plan describes"
             )
+        self.binding.check_added()
         self._join_rng()
 
     def _join_rng(self) -> None:

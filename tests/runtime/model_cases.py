@@ -139,6 +139,21 @@ def refused_processor(emitted: Emitted, probe: Probe, when: str) -> str:
     return ""
 
 
+def replaced_without_processor(emitted: Emitted, probe: Probe, what: str) -> str:
+    """`what` of the second block, or all of it, made anew: its class attends by itself, without a processor."""
+    _, model = bound(emitted, probe, torch.float32)
+    dim = model.proj_in.out_features
+    if what == "block":
+        model.blocks[1] = type(model.blocks[1])(dim, 4)
+    else:
+        setattr(model.blocks[1], what, type(model.blocks[1].attn1)(dim, 4))
+    try:
+        model(**inputs_of(probe, torch.float32))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
 def replaced_module(emitted: Emitted, probe: Probe) -> str:
     _, model = bound(emitted, probe)
     block = model.blocks[0]

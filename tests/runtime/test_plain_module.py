@@ -17,6 +17,7 @@ from cpgen.verify.models import load_package
 from cpgen.verify.pool import WorkerPool
 
 from .emitted import emit
+from .model_cases import replaced_without_processor
 from .weight_cases import refused_load
 
 MODEL = f"{Path(__file__).parents[1] / 'models/transformer_plain.py'}:PlainTransformer"
@@ -41,6 +42,20 @@ def test_verify_says_that_checkpointing_was_not_run(plan: Path) -> None:
     stream = io.StringIO()
     report.render(results, Console(file=stream, width=120))
     assert "not run with gradient checkpointing: PlainTransformer\n" in stream.getvalue()
+
+
+@pytest.mark.parametrize("what", ["attn1", "block"])
+def test_attention_put_in_after_parallelize_is_refused(plan: Path, tmp_path: Path, pool: WorkerPool, what: str) -> None:
+    emitted = emit(tmp_path, MODEL, 2, plan=plan)
+    for message in pool.run(replaced_without_processor, emitted, emitted.probe(), what, world_size=2):
+        assert "'1.attn1' was replaced after parallelize" in message
+
+
+def test_more_ranks_than_heads_are_refused_though_no_config_says_how_many_there_are(plan: Path) -> None:
+    few = plan.with_name("few.yaml")
+    few.write_text(plan.read_text("utf-8").replace("config: {", "config: {num_heads: 2, "), "utf-8")
+    results = run_requests([Request(MODEL, 4, plan=few)], [4], ["ulysses"], ["guessed-1"])
+    assert "has 2 attention heads: ulysses gives every rank at least one" in str(results[0].error)
 
 
 def test_its_checkpoints_are_loaded_and_its_files_are_written(plan: Path, tmp_path: Path, pool: WorkerPool) -> None:
