@@ -279,6 +279,7 @@ def verify(
 ) -> None:
     """Run probes on local ranks, forward and gradients, against the unmodified class. Exits 1 on a mismatch."""
     from cpgen.package import Request
+    from cpgen.package_commands import refuse_drift
     from cpgen.package_requests import requests_in
     from cpgen.resources import shipped_plans
     from cpgen.verify.command import verify_command
@@ -293,7 +294,9 @@ def verify(
     if tp != 1 and not models:
         raise click.UsageError("--tp goes with --model: a package has its own degree")
     if packages:
-        requests = requests_in(out, [_package_name(name, out) for name in packages])
+        names = [_package_name(name, out) for name in packages]
+        requests = requests_in(out, names)
+        refuse_drift(names, out)
     else:
         default = strategies[0] if strategies else "ulysses"
         named = shipped_plans() if everything else models

@@ -97,11 +97,9 @@ def edited_error(states: list[FileState], out: Path) -> CpgenError | None:
     findings: list[Finding] = []
     for state in states:
         if state.state == "edited":
-            manifest = read_package(out / state.package).manifest or {}
-            model = manifest.get("request", {}).get("model", "MODEL")
-            findings.append(
-                edited_finding(f"{out.as_posix()}/{state.package}", state.file, f"cpgen emit --model {model}")
-            )
+            folder = out / state.package
+            request = request_from_manifest(read_package(folder).manifest or {}, folder)
+            findings.append(edited_finding(folder.as_posix(), state.file, f"cpgen emit --model {request.model}"))
     return CpgenError(findings, exit_code=1) if findings else None
 
 

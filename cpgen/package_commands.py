@@ -9,6 +9,7 @@ from pathlib import Path
 
 import click
 
+from cpgen.diagnostics import fail
 from cpgen.disk import write_package
 from cpgen.drift import FileState, check_package, edited_error, unified_diff
 from cpgen.native_plan import is_native
@@ -78,6 +79,22 @@ def check_command(names: Sequence[str], out: Path, as_json: bool) -> int:
         return 1
     click.echo(f"{_files(good)} up to date", err=True)
     return 0
+
+
+def refuse_drift(names: Sequence[str], out: Path) -> None:
+    """Raise CpgenError if a package on disk is not what its request gives today: what is verified is the latter."""
+    tree = SourceTree()
+    states = [state for name in names for state in check_package(name, out, tree)]
+    if (error := edited_error(states, out)) is not None:
+        raise error
+    for name in dict.fromkeys(state.package for state in states if state.state != "same"):
+        raise fail(
+            "CP206",
+            f"{(out / name).as_posix()} is not what would be emitted today, so verifying would not prove these files",
+            exit_code=1,
+            note=f"what differs: cpgen check {name}",
+            help="emit it again, as its manifest says: cpgen emit --all",
+        )
 
 
 def _line_counts(folder: Path, files: dict[str, str]) -> dict[str, tuple[int, int]]:

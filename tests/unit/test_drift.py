@@ -99,6 +99,19 @@ def test_project_moved_as_a_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert run("check", "--all", "--out", ".").exit == 0
 
 
+def test_verify_refuses_a_package_that_it_would_not_prove() -> None:
+    file = Path("generated/made_package/made.py")
+    emitted = file.read_text()
+    file.write_text(emitted.replace("return hidden_states", "return hidden_states * 2"))
+    ran = run("verify", "made_package")
+    assert ran.exit == 1 and "error[CP201]: generated/made_package/made.py was edited by hand" in ran.err
+    assert "cpgen emit --model made.py:Model --force" in ran.err  # from here, not from where the package is
+    file.write_text(emitted)
+    change("made.py", "return hidden_states", "return hidden_states * 2")
+    ran = run("verify", "made_package")
+    assert ran.exit == 1 and "error[CP206]: generated/made_package is not what would be emitted today" in ran.err
+
+
 def test_stale_and_missing_files() -> None:
     run(*MADE, "--vendor-runtime")
     change("generated/made_package/MANIFEST.json", '"vendor_runtime": true', '"vendor_runtime": false')
