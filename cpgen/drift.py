@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import difflib
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,15 +75,43 @@ def check_package(name: str, out: Path, tree: SourceTree) -> list[FileState]:
 
 
 def diff_package(name: str, out: Path, tree: SourceTree, *, upstream: bool) -> str:
-    """A unified diff: the package on disk to today's, or upstream's files to today's."""
+    """A unified diff: the package on disk to today's, or upstream's files to today's.
+
+    Of upstream's files it shows only the classes and functions that the package has; a line says how many others there
+    are.
+    """
     disk, package = regenerate(name, out, tree)
-    before, label = (package.upstream, "upstream") if upstream else (disk.files, "committed")
     texts = []
     for file, text in sorted(package.files.items()):
-        if upstream and file not in package.upstream:
+        if not upstream:
+            before = disk.files.get(file, "")
+        elif file in package.upstream:
+            before, left_out = _in_common(package.upstream[file], text)
+            if left_out:
+                texts.append(
+                    f"{left_out} definitions of upstream's {file} that the package does not use are left out\n"
+                )
+        else:
             continue
-        texts.append(unified_diff(before.get(file, ""), text, f"{label}/{name}/{file}", f"generated/{name}/{file}"))
+        label = "upstream" if upstream else "committed"
+        texts.append(unified_diff(before, text, f"{label}/{name}/{file}", f"generated/{name}/{file}"))
     return "".join(texts)
+
+
+def _in_common(upstream: str, emitted: str) -> tuple[str, int]:
+    """Upstream's text without the classes and functions that the emitted one lacks, and their number."""
+    kept = {node.name for node in ast.parse(emitted).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))}
+    lines = upstream.splitlines(keepends=True)
+    left_out = 0
+    for node in reversed(ast.parse(upstream).body):
+        if isinstance(node, (ast.ClassDef, ast.FunctionDef)) and node.name not in kept:
+            start = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)]) - 1
+            end = node.end_lineno
+            while end is not None and lines[end : end + 1] == ["\n"]:
+                end += 1
+            del lines[start:end]
+            left_out += 1
+    return "".join(lines), left_out
 
 
 def unified_diff(before: str, after: str, before_name: str, after_name: str) -> str:

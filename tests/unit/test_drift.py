@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -158,3 +159,13 @@ def test_diff_against_upstream_is_the_surgery() -> None:
     removed = [line for line in text.splitlines()[2:] if line.startswith("-")]
     added = [line for line in text.splitlines()[2:] if line.startswith("+")]
     assert removed == [] and all("# cpgen: " in line or line.startswith("+# ") for line in added)
+
+
+def test_diff_against_upstream_leaves_out_what_the_package_does_not_have() -> None:
+    assert run("emit", "--model", "AuraFlowTransformer2DModel", "--cp", "2").exit == 0
+    diff = run("diff", "aura_flow_transformer_2d", "--upstream").out
+    assert re.match(
+        r"\d+ definitions of upstream's attention_processor.py that the package does not use are left out\n", diff
+    )
+    assert not re.search(r"^-(class|def|@)", diff, re.MULTILINE)
+    assert "+        query, key, value = cp.seq_to_heads(query, key, value)" in diff
