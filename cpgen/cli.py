@@ -220,7 +220,7 @@ def plan_lint(file: Path, model: str | None) -> None:
     for exchange in EXCHANGES:
         operate(target, checked, exchange, "cpgen.runtime", tree)
     default_heads(target, checked)
-    check_probes(target, checked)
+    check_probes(target, checked.probes)
     click.echo(f"{file.as_posix()}: fits {target.module.label}, {len(checked.probes)} probes", err=True)
     if checked.wraps and checked.wraps.plan:
         click.echo(f"  = note: what it leaves out of {checked.wraps.model} is from {checked.wraps.plan}", err=True)

@@ -157,7 +157,10 @@ class _Reader(TensorParallelReader, VariantReader, ProbeReader):
                 self._find("CP105", f"nothing in 'shard' cuts stream '{stream}'", ("streams", i), note=note)
 
     def only_probes(self) -> tuple[Probe, ...]:
-        return self._probes(self._mapping((), required=("probes",), any_key=True))
+        if not isinstance(self._document.value, dict) or "probes" not in self._document.value:
+            self._find("CP107", "a file of probes is a mapping with a key 'probes'", ())
+            return ()
+        return self._probes(self._document.value)
 
     # Entries
 

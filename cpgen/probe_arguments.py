@@ -6,16 +6,16 @@ import ast
 from collections.abc import Iterable, Iterator
 
 from cpgen.diagnostics import CpgenError, Finding, did_you_mean
-from cpgen.plan import Plan, Probe
+from cpgen.plan import Probe
 from cpgen.probes import Path, models_in
 from cpgen.surgery.functions import Function, method
 from cpgen.target import Target
 
 
-def check_probes(target: Target, plan: Plan) -> None:
+def check_probes(target: Target, probes: Iterable[Probe]) -> None:
     """Raise CpgenError for arguments that the constructors or forward do not have, and for models of no such class."""
     findings: list[Finding] = []
-    for probe in plan.probes:
+    for probe in probes:
         found = [*_unknown_arguments(target, probe), *_unknown_models(target, probe)]
         places = [finding.location for finding in findings]  # what is of a probe's base is said once
         findings += [finding for finding in found if finding.location is None or finding.location not in places]

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from cpgen.diagnostics import did_you_mean, fail
+from cpgen.diagnostics import CpgenError, did_you_mean, fail
 from cpgen.plan_reader import is_name
 from cpgen.source import SourceModule, SourceTree, exported_models, read_source
 
@@ -47,12 +48,7 @@ def find_target(spec: str, tree: SourceTree) -> Target:
     if not colon:
         exported = exported_models(tree)
         if spec not in exported:
-            raise fail(
-                "CP401",
-                f"diffusers exports no model class '{spec}'",
-                note=did_you_mean(spec, exported),
-                help="name a class of diffusers, package.module:Class, or path/to/file.py:Class",
-            )
+            raise _not_exported(spec, exported)
         module = tree.find(exported[spec])
         if module is None:
             raise fail("CP303", f"no source for {exported[spec]}")
@@ -70,6 +66,21 @@ def find_target(spec: str, tree: SourceTree) -> Target:
     if module is None:
         raise fail("CP401", f"no module {place} with Python source", note="looked for without importing it")
     return _checked(Target(spec, "module", class_name, module))
+
+
+def _not_exported(spec: str, exported: Iterable[str]) -> CpgenError:
+    begin_so = [name for name in exported if spec and name.lower().startswith(spec.lower())]
+    own = "package.module:Class, or path/to/file.py:Class"
+    if spec.endswith(".py"):
+        own = f"{spec}:Class"
+    elif all(is_name(part) for part in spec.split(".")) and "." in spec:
+        own = ":".join(spec.rsplit(".", 1))
+    return fail(
+        "CP401",
+        f"diffusers exports no model class '{spec}'",
+        note=f"classes that begin so: {', '.join(begin_so)}" if begin_so else did_you_mean(spec, exported),
+        help=f"name a class that diffusers exports; one of your own is --model {own}",
+    )
 
 
 def snake_case(class_name: str) -> str:

@@ -16,6 +16,7 @@ from cpgen.package import Request
 from cpgen.plan import Probe
 from cpgen.plan_files import read_text
 from cpgen.plan_loader import load_probes
+from cpgen.probe_arguments import check_probes
 from cpgen.source import SourceTree, diffusers_version
 from cpgen.target import Target, find_target
 from cpgen.verify.command import check_installed, run_requests
@@ -82,6 +83,7 @@ def _proven_plan(model: str, probes: Path | None, draft: Path | None) -> str:
     tree = SourceTree()
     target = find_target(model, tree)
     given = guess_probes(target) if probes is None else _read_probes(probes)
+    check_probes(target, given)
     click.echo(
         f"running {target.class_name} on {len(given)} probes: {', '.join(each.name for each in given)}", err=True
     )

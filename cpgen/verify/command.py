@@ -13,6 +13,7 @@ import click
 
 from cpgen.diagnostics import fail
 from cpgen.package import Request, generate
+from cpgen.probe_arguments import check_probes
 from cpgen.source import SourceTree
 from cpgen.verify.case import reference_of
 from cpgen.verify.pool import WorkerPool
@@ -97,6 +98,7 @@ def _emit(request: Request, cps: list[int], strategies: list[str], folder: Path)
             if strategy != request.strategy:
                 variant = replace(variant, ulysses_degree=None, outer=None, load_balance=False)
             package = generate(variant, folder, tree)
+            check_probes(package.target, package.plan.probes)
             emitted = PackageToVerify(
                 package.name, folder / package.name, package.plan, reference_of(package.target), request.tp
             )
