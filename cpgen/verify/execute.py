@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -87,7 +89,7 @@ def execute(case: Case) -> RankReport:
 
 def _run_modes(case: Case, modes: tuple[str, ...], dtype: torch.dtype) -> list[_ModeReport]:
     expected = _reference(case, dtype)
-    with _failing_as_case_error("import"):
+    with _failing_as_case_error("import", case.directory):
         package = load_package(case.directory, case.package)
         for name, degree in (("CP_DEGREE", case.cp), ("TP_DEGREE", case.tp)):
             if getattr(package, name) != degree:
@@ -95,7 +97,7 @@ def _run_modes(case: Case, modes: tuple[str, ...], dtype: torch.dtype) -> list[_
         model_class = getattr(package, case.reference.class_name)
     reports = []
     for mode in modes:
-        with _failing_as_case_error(mode):
+        with _failing_as_case_error(mode, case.directory):
             model = build_model(model_class, case.probe, case.seed, dtype)
             model.load_state_dict(expected.state, strict=True)
             # In float64 without checkpointing: AsFloat64 is off in backward, where that runs forward again.
@@ -136,7 +138,7 @@ def _reference(case: Case, dtype: torch.dtype) -> _Expected:
 
 
 def _run_reference(case: Case, dtype: torch.dtype) -> _Expected:
-    with _failing_as_case_error("import of the reference"):
+    with _failing_as_case_error("import of the reference", case.directory):
         model_class = load_reference(case.reference)
     try:
         model = build_model(model_class, case.probe, case.seed, dtype)
@@ -146,7 +148,8 @@ def _run_reference(case: Case, dtype: torch.dtype) -> _Expected:
         weights = [_loss_weights(out, index) for index, out in enumerate(outputs.values())]
         _backward(list(outputs.values()), weights)
     except Exception as error:
-        raise ProbeError(f"the reference fails on it: {_brief(error)}") from error
+        folder = str(Path(inspect.getfile(model_class)).parent)
+        raise ProbeError(f"the reference fails on it: {_brief(error, folder)}") from error
     gradients = Gradients(_parameter_gradients(model), _input_gradients(inputs))
     for name, tensor in [*outputs.items(), *gradients.parameters.items(), *gradients.inputs.items()]:
         if not torch.isfinite(tensor).all():
@@ -265,16 +268,22 @@ def _on_any_rank(flag: bool) -> bool:
 
 
 @contextmanager
-def _failing_as_case_error(phase: str) -> Iterator[None]:
+def _failing_as_case_error(phase: str, folder: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        raise CaseError(f"{phase}: {_brief(error)}") from error
+        raise CaseError(f"{phase}: {_brief(error, folder)}") from error
 
 
-def _brief(error: Exception) -> str:
-    """Type and message, without the pages that torch appends to some."""
+def _brief(error: Exception, folder: str) -> str:
+    """Type and message, without the pages that torch appends to some; and the last line that ran in `folder`."""
     lines = str(error).splitlines()
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if Path(f.filename).is_relative_to(folder)]
     return "\n".join(
-        [f"{type(error).__name__}: {lines[0] if lines else ''}", *lines[1:6], *(["..."] if lines[6:] else [])]
+        [
+            f"{type(error).__name__}: {lines[0] if lines else ''}",
+            *lines[1:6],
+            *(["..."] if lines[6:] else []),
+            *(f"at {Path(frame.filename).name}:{frame.lineno}: {frame.line}" for frame in frames[-1:]),
+        ]
     )
