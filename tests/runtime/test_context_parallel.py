@@ -242,8 +242,9 @@ def test_autocast(tmp_path: Path, pool: WorkerPool, strategy: str) -> None:
 @pytest.mark.parametrize("strategy", ["ulysses", "allgather", "ring"])
 def test_a_second_size_compiles_to_one_graph_too(tmp_path: Path, pool: WorkerPool, strategy: str) -> None:
     emitted = emit(tmp_path, TINY, 2, strategy)
-    sizes = tuple(sized(emitted.probe(), hidden_states=(2, 4, h, w)) for h, w in ((4, 6), (3, 9)))
-    for forward, backward, graphs in pool.run(compiled, emitted, emitted.probe(), "aot_eager", sizes, world_size=2):
+    probe = emitted.probe("one-block-each")
+    sizes = tuple(sized(probe, hidden_states=(1, 4, h, w)) for h, w in ((4, 6), (3, 9)))
+    for forward, backward, graphs in pool.run(compiled, emitted, probe, "aot_eager", sizes, world_size=2):
         assert forward <= COMPILED
         assert backward <= COMPILED
         assert graphs <= 3  # one for each size, or fewer once sizes are dynamic
