@@ -1,7 +1,8 @@
 """Operations outside attention in which tokens see each other, or change places: a mean, a convolution, a roll.
 
 One token at a time gets other values; what each operation makes of that must be apart from what it makes of any other
-token. The first operation with an element that follows two tokens mixes them.
+token. The first operation with an element that follows two tokens mixes them, and so does one with a window of several
+tokens, whatever its elements follow.
 """
 
 from __future__ import annotations
@@ -12,11 +13,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from cpgen.infer.effects import change_at, indices_of
+from cpgen.infer.effects import change_at, indices_of, rows_that_changed
 from cpgen.infer.leaves import Change, Leaf, changed_elements
 from cpgen.infer.watch import Record, Stopped
 
 MIXES = "mixes the tokens of a stream, outside attention"
+REACHES = "slides a window of several tokens over a stream, outside attention"
 STEERS = "decides on what runs next, outside attention"
 TRAINING = "mixes the tokens of a stream in training, outside attention"
 MOVES = "changes the order of a stream's tokens"
@@ -64,6 +66,7 @@ def find_mixing(base: Record, tokens: Sequence[Token], run: Run, until: int, ord
     first = min((index for index in base.deciding if index < until), default=None)
     how = STEERS
     chosen = _chosen(tokens)
+    rows: dict[tuple[int, int], list[set[int]]] = {}  # of a dim with a window: those that each token has changed
     for number, token in enumerate(chosen, start=1):
         record = run(token.changes(seed=1000 + number), None)
         if record is None:
@@ -76,6 +79,9 @@ def find_mixing(base: Record, tokens: Sequence[Token], run: Run, until: int, ord
                 break
             if _claim(owners[index], number, there[0][1], expected):
                 first, how = index, MIXES
+                break
+            if _reaches(index, base, record, rows):
+                first, how = index, REACHES
                 break
     training = min((index for index in base.in_training if index < until), default=None)
     if training is not None and (first is None or training < first):
@@ -104,6 +110,24 @@ def _claim(owners: tuple[Tensor, ...], number: int, outputs: tuple[Tensor, ...],
         mixed = mixed or bool((owner[changed] > 0).any())
         owner[changed] = number
     return mixed
+
+
+def _reaches(index: int, base: Record, record: Record, rows: dict[tuple[int, int], list[set[int]]]) -> bool:
+    """Whether operation `index` slides a window over a dim in which this token has other rows than one before.
+
+    Adds those of this token to `rows`.
+    """
+    expected, found = base.windows.get(index), record.windows.get(index)
+    if expected is None or found is None or expected.tensor.shape != found.tensor.shape:
+        return False
+    reaches = False
+    for dim in expected.dims:
+        changed = set(rows_that_changed(expected.tensor, found.tensor, dim))
+        before = rows.setdefault((index, dim), [])
+        if changed:
+            reaches = reaches or any(changed.isdisjoint(each) for each in before)
+            before.append(changed)
+    return reaches
 
 
 def _disordered(owners: Tensor, tokens: Sequence[Token]) -> bool:

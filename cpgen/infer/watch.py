@@ -7,9 +7,9 @@ outside attention.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -18,14 +18,12 @@ import torch
 from torch import Tensor, nn
 
 from cpgen.infer.course import Course
-from cpgen.infer.intercept import LEAVING, Operations, StandIn
+from cpgen.infer.intercept import INDEXING, Operation, Operations, StandIn
 from cpgen.infer.leaves import Change, Leaf, changed, changed_elements, leaves_of
+from cpgen.infer.windows import Window
 from cpgen.source import SourceModule
 from cpgen.surgery.functions import Function, method
 
-# Values that leave torch: to decide on what runs next, or how large a tensor is.
-_DECIDING = ("_local_scalar_dense", "nonzero", "masked_select", "_unique", "unique_", "aten.equal")
-_BY_BOOLS = "aten.index.Tensor"
 _IN_TRAINING = "batch_norm"  # over all tokens in training, which no probe runs
 _COMPARING = ("aten.eq.", "aten.ne.", "aten.lt.", "aten.le.", "aten.gt.", "aten.ge.")
 _SHAPE_ONLY = ("_like", "new_", "sym_size")
@@ -46,7 +44,7 @@ class Place:
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """One attention call at run time. `query` is (B, H, S, D), `key` (B, H, T, D).
+    """One attention call at run time. `query` is (B, H, S, D), `key` (B, H, T, D), `value` (B, H, T, E).
 
     `absent` are the parameters of the function around it that were None where it began; `whole` its variables that
     were whole numbers when it attended. `blocks` is the attribute of the model whose blocks it ran in, if any.
@@ -55,6 +53,7 @@ class AttentionCall:
     place: Place | None
     query: Tensor
     key: Tensor
+    value: Tensor
     absent: frozenset[str]
     whole: Mapping[str, int]
     blocks: str | None
@@ -88,6 +87,7 @@ class Record:
     snapshots: list[Snapshot] = field(default_factory=list)
     operations: list[tuple[str, tuple[Tensor, ...]]] = field(default_factory=list)
     comparisons: dict[int, list[Tensor]] = field(default_factory=dict)  # operation -> what it compares
+    windows: dict[int, Window] = field(default_factory=dict)  # operation -> what it slides a window over
     deciding: list[int] = field(default_factory=list)  # operations whose results, of `followed`, leave torch
     in_training: list[int] = field(default_factory=list)  # operations on `followed` that mix tokens in training
     attending: list[str] = field(default_factory=list)  # attributes of the model whose blocks attend
@@ -288,7 +288,7 @@ class _Run:
 
     # What torch reports
 
-    def _attend(self, query: Tensor, key: Tensor) -> None:
+    def _attend(self, query: Tensor, key: Tensor, value: Tensor) -> None:
         frame: FrameType | None = sys._getframe(1)
         where = ("", 0)
         place = None
@@ -310,30 +310,32 @@ class _Run:
         blocks = self._blocks[0] if self._blocks else None
         absent = self._absent.get(id(frame), frozenset())
         noting, self._noting = self._noting, False
-        self.record.calls.append(AttentionCall(place, query.clone(), key.clone(), absent, whole, blocks, where))
+        tensors = query.clone(), key.clone(), value.clone()
+        self.record.calls.append(AttentionCall(place, *tensors, absent, whole, blocks, where))
         self._noting = noting
         if blocks is not None and blocks not in self.record.attending:
             self.record.attending.append(blocks)
 
-    def _left_torch(self, name: str, tensor: Tensor) -> None:
+    def _left_torch(self, operation: Operation) -> None:
         if self._operations:
-            self._operation(name, [tensor], [], (tensor.detach(),))
+            self._operation(operation)
 
     def _follow(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         self._traces[storage._cdata] = storage
 
-    def _operation(self, name: str, inputs: list[Tensor], results: list[Tensor], outputs: tuple[Tensor, ...]) -> None:
+    def _operation(self, operation: Operation) -> None:
         if not self._noting:
             return
+        name, inputs, outputs = operation.name, operation.inputs, operation.outputs
         followed = [tensor for tensor in inputs if tensor.untyped_storage()._cdata in self._traces]
         if followed:
-            by_bools = name == _BY_BOOLS and any(tensor.dtype == torch.bool for tensor in followed)
-            if by_bools or name in LEAVING.values() or any(word in name for word in _DECIDING):
+            by_bools = name == str(INDEXING) and any(tensor.dtype == torch.bool for tensor in followed)
+            if by_bools or operation.decides:
                 self.record.deciding.append(len(self.record.operations))
             if _IN_TRAINING in name:
                 self.record.in_training.append(len(self.record.operations))
-            for tensor in results if not any(word in name for word in _SHAPE_ONLY) else []:
+            for tensor in operation.results if not any(word in name for word in _SHAPE_ONLY) else []:
                 self._follow(tensor)
         if self._stop_at == len(self.record.operations):
             frame: FrameType | None = sys._getframe(1)
@@ -344,10 +346,13 @@ class _Run:
         self._noting = False  # these clones are operations as well, outside of a dispatch
         if name.startswith(_COMPARING):
             outputs = (self._compared(inputs, outputs[0]),)
+        if operation.window is not None:
+            seen = replace(operation.window, tensor=operation.window.tensor.clone())
+            self.record.windows[len(self.record.operations)] = seen
         self.record.operations.append((name, tuple(output.clone() for output in outputs)))
         self._noting = True
 
-    def _compared(self, inputs: list[Tensor], output: Tensor) -> Tensor:
+    def _compared(self, inputs: Sequence[Tensor], output: Tensor) -> Tensor:
         """`output` of a comparison that is the next operation, changed in place if it opposes another run's."""
         index = len(self.record.operations)
         if self._opposing is None:

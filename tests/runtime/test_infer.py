@@ -90,7 +90,29 @@ HIDDEN = {  # X is the tensor
         ".repeat_interleave(2, dim=2).mT[:, :X.shape[1]] + X"
     ),
     "a write by index": "X = X.index_add(1, torch.tensor([4]), X[:, :1])",
+    "a branch on near equality": "X = X * 2 if torch.allclose(X[:, :1], X[:, -1:]) else X",
+    "a size by numbers of repeats": "X = X + torch.repeat_interleave((X[0, :, 0] / 1e9).long()).shape[0]",
+    "a size by counts": "X = X + torch.bincount((X[0, :, 0] / 1e9).long().abs()).shape[0]",
+    "a branch on shared memory": "X = X * 2 if __import__('numpy').from_dlpack(X).max() > 1e9 else X",
+    "a window that is longer than the tokens": (
+        "X = torch.nn.functional.conv1d(X.mT, X.new_ones(X.shape[2], 1, 3), padding=16, dilation=16, "
+        "groups=X.shape[2]).mT"
+    ),
+    "a window that is longer than the grid": (
+        "X = torch.nn.functional.conv2d(X.mT.unflatten(2, (3, 3)), X.new_ones(X.shape[2], 1, 3, 3), padding=16, "
+        "dilation=16, groups=X.shape[2]).flatten(2).mT"
+    ),
+    "neighbours that are far": (
+        "X = torch.nn.functional.unfold(X.mT[..., None], (3, 1), padding=(16, 0), dilation=(16, 1))[:, 1::3].mT"
+    ),
 }
+WINDOWS_OF_ONE = (  # no window over tokens of more than one
+    "X = torch.nn.functional.conv1d(X.mT, X.new_ones(X.shape[2], 1, 1), groups=X.shape[2]).mT",
+    "X = torch.nn.functional.conv1d(X.relu().flatten(0, 1)[:, None], X.new_ones(1, 1, 3), padding=1).view(X.shape)",
+    "X = torch.nn.functional.conv2d(X[:, None], X.new_ones(1, 1, 1, 3), padding=(0, 1))[:, 0]",
+    "X = torch.nn.functional.avg_pool1d(X, 3, stride=1, padding=1)",
+    "X = X + X.unfold(2, 2, 2).sum(dim=(2, 3), keepdim=False)[..., None]",
+)
 PLACES = {
     "self-attention": ("    def forward(self, hidden_states, context, temb, rope):\n", "hidden_states"),
     "joint": ("    def forward(self, hidden_states, text, temb, text_mask, rope):\n", "text"),
@@ -130,6 +152,13 @@ def test_what_mixes_tokens_outside_attention_is_found_at_its_line(tmp_path: Path
     location = findings[0].location
     assert location is not None and location.text is not None and location.text.strip() == line
     assert "aten.clone" not in findings[0].message  # which nothing here calls: the notes do
+
+
+@pytest.mark.parametrize("line", WINDOWS_OF_ONE)
+def test_windows_over_channels_mix_no_tokens(tmp_path: Path, line: str) -> None:
+    head, variable = PLACES["self-attention"]
+    _, findings = found_in(tmp_path, TINY.replace(head, f"{head}        {line.replace('X', variable)}\n"))
+    assert findings == []
 
 
 def test_behind_the_last_gather_tokens_may_mix(tmp_path: Path) -> None:
