@@ -13,15 +13,15 @@ from cpgen.infer.watch import Record
 
 Run = Callable[[Mapping[Leaf, Change]], "Record | None"]  # None: the class refused the changed values
 
-QUERY, KEY = "query", "key"
+QUERY, KEY, VALUE = "query", "key", "value"
 LARGEST = 64  # of a larger dim so many indices at both ends together are changed
 
 
 @dataclass(frozen=True)
 class View:
-    """One dim of a tensor that followed: of the query or key of attention call `number`, or of a variable.
+    """One dim of a tensor that followed: of query, key or value of attention call `number`, or of a variable.
 
-    `name` is "query", "key", or the variable's leaf as snapshot `number` has it.
+    `name` is "query", "key", "value", or the variable's leaf as snapshot `number` has it.
     """
 
     name: str | Leaf
@@ -85,10 +85,10 @@ def change_at(dim: int, index: int, seed: int) -> Change:
 
 
 def views_of(record: Record) -> dict[View, Tensor]:
-    """Every dim of more than one element of what followed; of queries and keys, the dim of tokens."""
+    """Every dim of more than one element of what followed; of queries, keys and values, that of tokens."""
     found: dict[View, Tensor] = {}
     for number, call in enumerate(record.calls[record.first_call :], start=record.first_call):
-        for name, tensor in ((QUERY, call.query), (KEY, call.key)):
+        for name, tensor in ((QUERY, call.query), (KEY, call.key), (VALUE, call.value)):
             found[View(name, number, 2, tensor.shape[2])] = tensor
     for number, snapshot in enumerate(record.snapshots):
         for leaf, tensor in snapshot.tensors.items():

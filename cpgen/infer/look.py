@@ -10,7 +10,7 @@ from torch import nn
 
 from cpgen.diagnostics import Finding, Location
 from cpgen.infer.course import Course
-from cpgen.infer.effects import KEY, QUERY, Run, View, effects_of, rows_that_changed, views_of
+from cpgen.infer.effects import KEY, QUERY, VALUE, Run, View, effects_of, rows_that_changed, views_of
 from cpgen.infer.exits import Exit, exits_of
 from cpgen.infer.leaves import Change, Leaf
 from cpgen.infer.mixing import Mixing, Token, find_mixing
@@ -114,6 +114,12 @@ def look(probe: str, model: nn.Module, course: Course, watcher: Watcher, inputs:
                 message = f"some tokens of the {name} of this attention call are of no stream that is cut"
                 findings.append(_call_finding(message, call, watcher))
             sides.append(tuple(names[stream] for stream in order if stream in cut))
+        value = View(VALUE, number, 2, call.value.shape[2])
+        order = streams.of(value) or ()
+        out_of_order = streams.scattered(value) | streams.touching(value) - set(order)
+        if tuple(names[stream] for stream in order if stream in cut) != sides[1] or out_of_order & cut:
+            message = "the value of this attention call has not the tokens of its key, in their order"
+            findings.append(_call_finding(message, call, watcher))
         seen.append(Seen(call, sides[0], sides[1], lengths))
     cuts = {
         carrier.leaf: Cut(carrier.dim, base.begin[carrier.leaf].ndim, tuple(names[s] for s in carrier.streams))
@@ -151,7 +157,7 @@ def _prefixes(
         if views.keys() != expected.keys():
             continue
         rows = {(view, row) for view in views for row in rows_that_changed(expected[view], views[view], view.dim)}
-        tokens = {streams.token(view, row) for view, row in rows if view.name in (QUERY, KEY)}
+        tokens = {streams.token(view, row) for view, row in rows if view.name in (QUERY, KEY, VALUE)}
         if len(tokens) == 1 and (token := tokens.pop()) is not None and token[0] in cut and token[1] == value - 1:
             found[name] = token[0]
     return found

@@ -59,6 +59,10 @@ class Streams:
         """The streams that some of a view's rows are of."""
         return set(self._pieces(view).values())
 
+    def scattered(self, view: View) -> set[int]:
+        """The streams of which a token changes other rows of a view than its own."""
+        return {stream for each in self.carriers if view in each.effect.spread for stream in each.streams}
+
     def token(self, view: View, row: int) -> tuple[int, int] | None:
         """The stream that a view's row is of, and which of its tokens it is."""
         for start, stream in self._pieces(view).items():

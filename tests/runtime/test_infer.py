@@ -188,6 +188,23 @@ def test_tensors_that_leave_in_a_list_are_gathered_there(tmp_path: Path) -> None
     assert gather.cut_again
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "value = torch.cat([value[:, :8].unflatten(1, (-1, 2)).flip(2).flatten(1, 2), value[:, 8:]], dim=1)",
+        "value = value.roll(1, dims=1)",
+        "value = torch.cat([value[:, text_length:], value[:, :text_length]], dim=1)",
+    ],
+)
+def test_values_in_another_order_than_their_keys_are_reported_at_the_call(tmp_path: Path, line: str) -> None:
+    call = "        joint = dispatch_attention_fn("
+    assert TINY.count(call) == 1
+    _, findings = found_in(tmp_path, TINY.replace(call, f"        {line}\n{call}"))
+    assert [finding.code for finding in findings] == ["CP603"]
+    assert "the value of this attention call" in findings[0].message
+    assert findings[0].location is not None and (findings[0].location.text or "").startswith(call)
+
+
 def test_a_permutation_of_tokens_is_reported(tmp_path: Path) -> None:
     head, _ = PLACES["self-attention"]
     _, findings = found_in(tmp_path, TINY.replace(head, f"{head}        hidden_states = hidden_states.flip(1)\n"))
