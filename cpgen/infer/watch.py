@@ -11,7 +11,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import torch
@@ -20,26 +20,15 @@ from torch import Tensor, nn
 from cpgen.infer.course import Course
 from cpgen.infer.intercept import INDEXING, Operation, Operations, StandIn
 from cpgen.infer.leaves import Change, Leaf, changed, changed_elements, leaves_of
+from cpgen.infer.places import Place, place_in
 from cpgen.infer.windows import Window
 from cpgen.source import SourceModule
-from cpgen.surgery.functions import Function, method
+from cpgen.surgery.functions import Function
 
 _IN_TRAINING = "batch_norm"  # over all tokens in training, which no probe runs
 _COMPARING = ("aten.eq.", "aten.ne.", "aten.lt.", "aten.le.", "aten.gt.", "aten.ge.")
 _SHAPE_ONLY = ("_like", "new_", "sym_size")
 RETURNED = "return"  # stands for a variable: what forward returns
-
-
-@dataclass(frozen=True)
-class Place:
-    """An attention call in the source: call `call` of the function `function`, counted from 0."""
-
-    function: Function
-    call: int
-
-    @property
-    def key(self) -> tuple[str, int]:
-        return self.function.owner.name, self.call
 
 
 @dataclass(frozen=True)
@@ -108,7 +97,7 @@ class Watcher:
         self._course = course
         self._module_of = module_of  # source by file
         self._sources: dict[str, SourceModule | None] = {}
-        self._places: dict[tuple[str, int], Place | None] = {}
+        self._places: dict[tuple[CodeType, int], Place | None] = {}
 
     @torch.no_grad()
     def run(
@@ -147,20 +136,12 @@ class Watcher:
         return self._sources[file]
 
     def place(self, frame: FrameType) -> Place | None:
-        """The attention call that `frame` is in, if it is a method with one at its line."""
-        where = frame.f_code.co_filename, frame.f_lineno
+        """The attention call that `frame` is in, if it is in a method with one at its line."""
+        where = frame.f_code, frame.f_lasti
         if where not in self._places:
-            self._places[where] = self._find_place(*where)
+            module = self.source(frame.f_code.co_filename)
+            self._places[where] = place_in(frame, module) if module is not None else None
         return self._places[where]
-
-    def _find_place(self, file: str, line: int) -> Place | None:
-        module = self.source(file)
-        for owner in module.tree.body if module is not None else []:
-            function = _method_at(module, owner, line) if module is not None else None
-            for number, call in enumerate(function.attention_calls() if function is not None else []):
-                if function is not None and call.lineno <= line <= (call.end_lineno or 0):
-                    return Place(function, number)
-        return None
 
 
 class Stopped(Exception):  # noqa: N818
@@ -383,13 +364,3 @@ def _blocks_of(child: nn.Module) -> Iterator[nn.Module]:
 
 def _same(file: str, function: Function) -> bool:
     return Path(file).resolve() == function.module.path.resolve()
-
-
-def _method_at(module: SourceModule, owner: Any, line: int) -> Function | None:
-    if not hasattr(owner, "bases") or not owner.lineno <= line <= owner.end_lineno:
-        return None
-    for name in ("__call__", "forward"):
-        function = method(module, owner, name)
-        if function is not None and function.node.lineno <= line <= (function.node.end_lineno or 0):
-            return function
-    return None

@@ -136,3 +136,10 @@ def test_a_list_of_models_is_found_as_one_of_them(tmp_path: Path) -> None:
     plan = found_in(tmp_path, TINY + several, replace(SMALL, config={"nets": nets}), name="Several")
     assert plan.wraps is not None and replace(plan.wraps, location=None) == Wraps("nets", "TinyTransformer2DModel")
     assert differences(plan, PLAN) == {"model", "wraps"}
+
+
+def test_several_calls_in_one_statement(tmp_path: Path) -> None:
+    call = "dispatch_attention_fn(query, key, value, attn_mask=mask, backend=self._attention_backend)"
+    plan = found_in(tmp_path, changed(TINY, (call, f"{call} - 0.5 * {call}")), SMALL)
+    joint = [[site.call for site in each.sites] for each in plan.attention if each.sites[0].kind == "joint"]
+    assert joint == [[0, 1]]
