@@ -56,7 +56,8 @@ def outcome(model: str, path: Path) -> dict[str, object]:
     written = read_plan(path, f"plans/{path.name}")
     tree = SourceTree()
     try:
-        plan, problems = infer_plan(find_target(model, tree), written.probes, tree)
+        inferred = infer_plan(find_target(model, tree), written.probes, tree)
+        plan, problems = inferred.plan, inferred.problems
         if not problems:
             text = plan_text(plan, "found")
             different = sorted(differences(load_plan(text, "found"), written))

@@ -87,8 +87,8 @@ def _proven_plan(model: str, probes: Path | None, draft: Path | None) -> str:
     click.echo(
         f"running {target.class_name} on {len(given)} probes: {', '.join(each.name for each in given)}", err=True
     )
-    plan, findings = infer_plan(target, given, tree)
-    problems = findings
+    inferred = infer_plan(target, given, tree)
+    plan, problems = inferred.plan, inferred.problems
     results: Sequence[Result] = ()
     if not problems:
         click.echo(f"verifying what they show: cp {DEGREE}, {' and '.join(STRATEGIES)}", err=True)
@@ -98,18 +98,20 @@ def _proven_plan(model: str, probes: Path | None, draft: Path | None) -> str:
             _write(draft, plan_text(plan, "Not proven. Left open by cpgen plan infer:\n" + _sentences(problems)))
             click.echo(f"{draft}: not proven", err=True)
         raise CpgenError(problems, exit_code=1)
-    unseen = untaken_branches(target, plan)
-    for finding in unseen:
+    unproven = inferred.warnings + untaken_branches(target, plan)
+    for finding in unproven:
         click.echo(finding.render("warning") + "\n", err=True)
     comment = _proof(results, target, tree)
-    if unseen:
-        comment += "\nNot proven, as no probe takes the other side:\n" + "\n".join(_branch(each) for each in unseen)
+    if unproven:
+        comment += "\nNot proven:\n" + "\n".join(_comment_on(each) for each in unproven)
     return plan_text(plan, comment)
 
 
-def _branch(finding: Finding) -> str:
+def _comment_on(finding: Finding) -> str:
     place = finding.location
-    return f"- {place.file.rpartition('/')[2]}:{place.line}: {(place.text or '').strip()}" if place else finding.message
+    if place is None:
+        return f"- {finding.message}"
+    return f"- {place.file.rpartition('/')[2]}:{place.line}, {finding.message}: {(place.text or '').strip()}"
 
 
 def _read_probes(path: Path) -> tuple[Probe, ...]:

@@ -6,6 +6,7 @@ import inspect
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from torch import nn
 
 from cpgen.diagnostics import CpgenError, Finding, fail
 from cpgen.infer.course import course_of, forward_of
+from cpgen.infer.leaves import Leaf, leaves_of
 from cpgen.infer.look import look
 from cpgen.infer.merge import merge
 from cpgen.infer.watch import Refused, Watcher, in_words
@@ -32,8 +34,17 @@ from cpgen.verify.quiet import quietly
 _SEED = 0
 
 
-def infer_plan(target: Target, probes: Sequence[Probe], tree: SourceTree) -> tuple[Plan, list[Finding]]:
-    """A plan that nothing has proven yet, and what could not be decided about it.
+@dataclass(frozen=True)
+class Inferred:
+    """A plan that nothing has proven yet, what could not be decided about it, and what was guessed or not looked at."""
+
+    plan: Plan
+    problems: list[Finding]
+    warnings: list[Finding]
+
+
+def infer_plan(target: Target, probes: Sequence[Probe], tree: SourceTree) -> Inferred:
+    """A plan for `target` from what it does on `probes`.
 
     Raises CpgenError if the class cannot be run on the probes, or has no loop over blocks that attend.
     """
@@ -59,7 +70,24 @@ def infer_plan(target: Target, probes: Sequence[Probe], tree: SourceTree) -> tup
             with _said_as_refusal(target, run.probe, "run again, and watched: "):
                 looks.append(look(run.probe.name, run.model, course, watcher, run.inputs))
     configs = [{**_defaults(type(run.model)), **run.config} for run in runs]
-    return merge(target.class_name, _versions(target, tree), course, looks, probes, configs, wraps)
+    plan, problems, guesses = merge(target.class_name, _versions(target, tree), course, looks, probes, configs, wraps)
+    if all(_has_batch_of_one(probe) for probe in probes):
+        guesses.append(
+            Finding(
+                "CP607",
+                "no probe has a batch of more than one",
+                forward.module.location(forward.node),
+                help="add one that has: where samples follow each other in one dim, the plan may be wrong for several",
+            )
+        )
+    return Inferred(plan, problems, guesses)
+
+
+def _has_batch_of_one(probe: Probe) -> bool:
+    """Whether dim 0 of each of its inputs with three or more dims is 1: dim 0 of others may count tokens."""
+    inputs = build_inputs(probe, _SEED)
+    sizes = {tensor.shape[0] for name in inputs for _, tensor in leaves_of(inputs[name], Leaf(name)) if tensor.ndim > 2}
+    return sizes == {1}
 
 
 def _built(target: Target, model_class: type[nn.Module], probe: Probe) -> nn.Module:

@@ -24,8 +24,12 @@ def merge(
     probes: Sequence[Probe],
     configs: Sequence[Mapping[str, Any]],
     wraps: Wraps | None,
-) -> tuple[Plan, list[Finding]]:
-    """The plan that fits all `looks`, and what could not be decided. `configs` has a constructor's for each look."""
+) -> tuple[Plan, list[Finding], list[Finding]]:
+    """The plan that fits all `looks`, what could not be decided, and what was guessed.
+
+    `configs` has a constructor's for each look.
+    """
+    guesses: list[Finding] = []
     findings = list(dict.fromkeys(finding for look in looks for finding in look.findings))
     streams = tuple(dict.fromkeys(name for look in looks for name in look.lengths))
     seen = [each for look in looks for each in look.seen]
@@ -40,11 +44,11 @@ def merge(
         shards=_shards(looks, course, findings),
         prefixes=_prefixes(looks),
         gathers=gathers,
-        attention=attention_entries(seen, findings),
+        attention=attention_entries(seen, findings, guesses),
         wraps=wraps,
         probes=tuple(probes),
     )
-    return plan, findings
+    return plan, findings, guesses
 
 
 def _shards(looks: Sequence[Look], course: Course, findings: list[Finding]) -> tuple[Shard, ...]:

@@ -11,6 +11,7 @@ from cpgen.infer.look import Seen
 from cpgen.plan import AttentionFunction, Site, Whole
 from cpgen.surgery.functions import Function, argument, may_be_causal
 
+_GIVEN, _NOT_GIVEN = " is not None", " is None"  # conditions on an argument
 _DESCRIBING = ("shape", "size", "ndim", "dim", "dtype", "device", "new_ones", "new_zeros", "new_full")
 
 
@@ -22,8 +23,13 @@ class _Kind:
     kv: tuple[str, ...] | None = None
 
 
-def attention_entries(seen: Iterable[Seen], findings: list[Finding]) -> tuple[AttentionFunction, ...]:
-    """One entry for each function that attended. Adds to `findings` what could not be told."""
+def attention_entries(
+    seen: Iterable[Seen], findings: list[Finding], guesses: list[Finding]
+) -> tuple[AttentionFunction, ...]:
+    """One entry for each function that attended.
+
+    Adds to `findings` what could not be told, and to `guesses` what fits the probes but may not fit other calls.
+    """
     by_call: dict[tuple[str, int], list[Seen]] = {}
     functions: dict[str, Function] = {}
     seen = list(seen)
@@ -45,14 +51,15 @@ def attention_entries(seen: Iterable[Seen], findings: list[Finding]) -> tuple[At
         functions[place.key[0]] = place.function
         by_call.setdefault(place.key, []).append(each)
     return tuple(
-        _entry(owner, function, {call: found for (name, call), found in by_call.items() if name == owner}, findings)
+        _entry(function, {call: found for (name, call), found in by_call.items() if name == owner}, findings, guesses)
         for owner, function in functions.items()
     )
 
 
 def _entry(
-    owner: str, function: Function, by_call: dict[int, list[Seen]], findings: list[Finding]
+    function: Function, by_call: dict[int, list[Seen]], findings: list[Finding], guesses: list[Finding]
 ) -> AttentionFunction:
+    owner = function.owner.name
     sites = []
     for number, call in enumerate(function.attention_calls()):
         if number not in by_call:
@@ -61,10 +68,23 @@ def _entry(
             findings.append(Finding("CP604", message, function.module.location(call), note=note))
             continue
         site = _site(number, call, by_call[number], function, findings)
+        if site is not None and site.when is not None and site.when.endswith(_GIVEN):
+            guesses.append(_guess(site, call, function))
         if site is not None:
             sites.append(site)
     found = [each for group in by_call.values() for each in group]
     return AttentionFunction(owner, tuple(sites), _whole(function, found) if sites else ())
+
+
+def _guess(site: Site, call: ast.Call, function: Function) -> Finding:
+    argument = str(site.when).removesuffix(_GIVEN)
+    return Finding(
+        "CP607",
+        f"call {site.call} of {function.owner.name} is told from others by '{argument}' alone, which only it was given",
+        function.module.location(call),
+        note=f"the plan says 'when: {site.when}': with another setting the same tokens may come without '{argument}'",
+        help="if they may, add a probe in which they do, or tell the calls apart by hand (docs/plans.md)",
+    )
 
 
 def _site(number: int, call: ast.Call, seen: list[Seen], function: Function, findings: list[Finding]) -> Site | None:
@@ -136,7 +156,7 @@ def _condition(yes: list[Seen], no: list[Seen], function: Function) -> str | Non
         of_yes = {parameter in each.call.absent for each in yes}
         of_no = {parameter in each.call.absent for each in no}
         if len(of_yes) == len(of_no) == 1 and of_yes != of_no:
-            found.append((of_yes != {True}, f"{parameter} is {'' if of_yes == {True} else 'not '}None"))
+            found.append((of_yes != {True}, f"{parameter}{_NOT_GIVEN if of_yes == {True} else _GIVEN}"))
     return min(found, key=lambda each: each[0])[1] if found else None
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -35,18 +36,18 @@ def test_the_plans_of_the_projects_own_models_are_found(name: str) -> None:
     written = read_plan(MODELS / f"{name}.yaml", name)
     tree = SourceTree()
     target = find_target(f"{MODELS / f'transformer_{name}.py'}:{written.model}", tree)
-    found, findings = infer_plan(target, written.probes, tree)
-    assert findings == []
-    assert not differences(load_plan(plan_text(found, "found"), "found"), written)
+    found = infer_plan(target, written.probes, tree)
+    assert (found.problems, found.warnings) == ([], [])
+    assert not differences(load_plan(plan_text(found.plan, "found"), "found"), written)
 
 
 def test_a_shipped_plan_is_found_with_values_that_are_cut_in_one_form_only() -> None:
     written = read_plan(shipped_plans()["WanTransformer3DModel"], "wan.yaml")
     probes = tuple(probe for probe in written.probes if probe.name != "text-to-video" and not probe.before)
     tree = SourceTree()
-    found, findings = infer_plan(find_target(written.model, tree), probes, tree)
-    assert findings == []
-    assert differences(load_plan(plan_text(found, "found"), "found"), written) == set()
+    found = infer_plan(find_target(written.model, tree), probes, tree)
+    assert found.problems == []
+    assert differences(load_plan(plan_text(found.plan, "found"), "found"), written) == set()
 
 
 HIDDEN = {  # X is the tensor
@@ -136,7 +137,8 @@ def found_in(tmp_path: Path, text: str, *probes: Probe) -> tuple[Plan, list[Find
     file = tmp_path / "transformer_made.py"
     file.write_text(text, "utf-8")
     tree = SourceTree()
-    return infer_plan(find_target(f"{file}:TinyTransformer2DModel", tree), probes or (SMALL,), tree)
+    found = infer_plan(find_target(f"{file}:TinyTransformer2DModel", tree), probes or (SMALL,), tree)
+    return found.plan, found.problems
 
 
 @pytest.mark.parametrize(
@@ -348,6 +350,8 @@ def test_the_plan_is_written_with_its_proof_and_only_then(tmp_path: Path, monkey
     assert not Path("draft.yaml").exists()
     text = Path("plan.yaml").read_text("utf-8")
     assert "Found and proven by cpgen plan infer: cp 2, ulysses and allgather, 2 cases" in text
+    assert re.search(r"\n# Not proven:\n# - made.py:\d+, no probe has a batch of more than one: def forward", text)
+    assert "warning[CP607]: no probe has a batch of more than one\n" in ran.err
     assert differences(read_plan(Path("plan.yaml"), "plan.yaml"), PLAN) == set()
     assert run(*command, "--write", "plan.yaml").exit == 2  # it exists
 

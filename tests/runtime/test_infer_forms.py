@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from cpgen.infer.draft import differences, plan_text
-from cpgen.infer.inference import infer_plan
+from cpgen.infer.inference import Inferred, infer_plan
 from cpgen.plan import Plan, Prefix, Probe, Whole, Wraps
 from cpgen.plan_loader import load_plan
 from cpgen.source import SourceTree
@@ -20,12 +20,16 @@ END = TINY.index("        hidden_states = self.proj_out(")
 
 def found_in(tmp_path: Path, text: str, *probes: Probe, name: str = "TinyTransformer2DModel") -> Plan:
     """The plan, as its text says it."""
+    found = inferred(tmp_path, text, *probes, name=name)
+    assert found.problems == []
+    return load_plan(plan_text(found.plan, "found"), "found")
+
+
+def inferred(tmp_path: Path, text: str, *probes: Probe, name: str = "TinyTransformer2DModel") -> Inferred:
     file = tmp_path / "transformer_made.py"
     file.write_text(text, "utf-8")
     tree = SourceTree()
-    plan, findings = infer_plan(find_target(f"{file}:{name}", tree), probes, tree)
-    assert findings == []
-    return load_plan(plan_text(plan, "found"), "found")
+    return infer_plan(find_target(f"{file}:{name}", tree), probes, tree)
 
 
 def changed(text: str, *pairs: tuple[str, str]) -> str:
@@ -143,3 +147,28 @@ def test_several_calls_in_one_statement(tmp_path: Path) -> None:
     plan = found_in(tmp_path, changed(TINY, (call, f"{call} - 0.5 * {call}")), SMALL)
     joint = [[site.call for site in each.sites] for each in plan.attention if each.sites[0].kind == "joint"]
     assert joint == [[0, 1]]
+
+
+def test_calls_that_only_an_argument_of_the_exchanging_ones_tells_apart_are_warned_of(tmp_path: Path) -> None:
+    """Another setting might leave that argument out: here, layers without rotary positions."""
+    text = changed(
+        TINY,
+        ("hidden_states, context=None, rope=None):", "hidden_states, context, rope=None):"),
+        (
+            "self.attn1(self.norm1(hidden_states), rope=rope)",
+            "self.attn1(self.norm1(hidden_states), self.norm1(hidden_states), rope=rope)",
+        ),
+    )
+    found = inferred(tmp_path, text, TWO)
+    assert [site.when for each in found.plan.attention for site in each.sites] == [None, "rope is not None"]
+    guess, batch = found.warnings
+    assert guess.code == "CP607" and "is told from others by 'rope' alone" in guess.message
+    assert guess.location is not None and "dispatch_attention_fn(" in (guess.location.text or "")
+    assert batch.message == "no probe has a batch of more than one"
+
+
+def test_a_batch_of_more_than_one_is_nothing_to_warn_of(tmp_path: Path) -> None:
+    inputs = {
+        name: {**each, "shape": [2, *each["shape"][1:]]} for name, each in SMALL.inputs.items() if "shape" in each
+    }
+    assert inferred(tmp_path, TINY, SMALL, replace(SMALL, name="two", inputs=inputs)).warnings == []
