@@ -33,6 +33,8 @@ def infer_command(model: str, probes: Path | None, write: Path | None, draft: Pa
     that is not proven goes nowhere but into `draft`. Raises CpgenError with all that could not be decided or proven.
     """
     check_installed("plan infer")
+    if sys.version_info < (3, 11):  # it asks Python at which column an instruction is
+        raise fail("CP304", "plan infer needs Python 3.11 or newer", help="the plan that it writes works on 3.10, too")
     for path in (write, draft):
         if path is not None:
             _check_place(path, force)

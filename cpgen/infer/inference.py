@@ -80,7 +80,9 @@ def infer_plan(target: Target, probes: Sequence[Probe], tree: SourceTree) -> Inf
                 help="add one that has: where samples follow each other in one dim, the plan may be wrong for several",
             )
         )
-    return Inferred(plan, problems, guesses)
+    # What else was not found may follow from tokens that mix.
+    mixing = [finding for finding in problems if finding.code == "CP602"]
+    return Inferred(plan, mixing or problems, guesses)
 
 
 def _has_batch_of_one(probe: Probe) -> bool:

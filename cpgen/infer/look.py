@@ -259,12 +259,19 @@ def _names(streams: Streams, cut: frozenset[int], exits: tuple[Exit, ...]) -> di
 
 
 def _mixing_finding(mixing: Mixing, watcher: Watcher) -> Finding:
+    help = "such a class needs a plan by hand, if the operation can stand outside the region (docs/plans.md)"
+    if any(word in mixing.operation for word in ("bmm", "softmax", "scaled_dot_product")):
+        # As nn.MultiheadAttention has it, or written out.
+        help = (
+            "if this is attention: have the class call F.scaled_dot_product_attention, or diffusers' "
+            "dispatch_attention_fn, on query, key and value; a plan names such calls only"
+        )
     return Finding(
         "CP602",
         f"{mixing.operation} {mixing.how}",
         _location(mixing.file, mixing.line, watcher),
         note="on ranks that hold parts of the stream it would see a part",
-        help="such a class needs a plan by hand, if the operation can stand outside the region (docs/plans.md)",
+        help=help,
     )
 
 

@@ -207,6 +207,15 @@ def test_values_in_another_order_than_their_keys_are_reported_at_the_call(tmp_pa
     assert findings[0].location is not None and (findings[0].location.text or "").startswith(call)
 
 
+def test_attention_by_hand_is_told_what_to_call_and_nothing_that_follows_from_it(tmp_path: Path) -> None:
+    line = HIDDEN["attention by hand"].replace("X", "hidden_states")
+    signature = "    def forward(self, hidden_states, context, temb, rope):\n"
+    assert TINY.count(signature) == 1
+    _, findings = found_in(tmp_path, TINY.replace(signature, f"{signature}        {line}\n"))
+    assert {finding.code for finding in findings} == {"CP602"}
+    assert "F.scaled_dot_product_attention" in str(findings[0].help)
+
+
 def test_a_permutation_of_tokens_is_reported(tmp_path: Path) -> None:
     head, _ = PLACES["self-attention"]
     _, findings = found_in(tmp_path, TINY.replace(head, f"{head}        hidden_states = hidden_states.flip(1)\n"))
