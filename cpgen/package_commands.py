@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 
-from cpgen.diagnostics import fail
+from cpgen.diagnostics import CpgenError, Finding
 from cpgen.disk import write_package
 from cpgen.drift import FileState, check_package, edited_error, unified_diff
 from cpgen.native_plan import is_native
@@ -87,14 +87,17 @@ def refuse_drift(names: Sequence[str], out: Path) -> None:
     states = [state for name in names for state in check_package(name, out, tree)]
     if (error := edited_error(states, out)) is not None:
         raise error
-    for name in dict.fromkeys(state.package for state in states if state.state != "same"):
-        raise fail(
+    findings = [
+        Finding(
             "CP206",
             f"{(out / name).as_posix()} is not what would be emitted today, so verifying would not prove these files",
-            exit_code=1,
             note=f"what differs: cpgen check {name}",
             help="emit it again, as its manifest says: cpgen emit --all",
         )
+        for name in dict.fromkeys(state.package for state in states if state.state != "same")
+    ]
+    if findings:
+        raise CpgenError(findings, exit_code=1)
 
 
 def _line_counts(folder: Path, files: dict[str, str]) -> dict[str, tuple[int, int]]:

@@ -98,7 +98,6 @@ def _emit(request: Request, cps: list[int], strategies: list[str], folder: Path)
             if strategy != request.strategy:
                 variant = replace(variant, ulysses_degree=None, outer=None, load_balance=False)
             package = generate(variant, folder, tree)
-            check_probes(package.target, package.plan.probes)
             emitted = PackageToVerify(
                 package.name, folder / package.name, package.plan, reference_of(package.target), request.tp
             )
@@ -106,4 +105,5 @@ def _emit(request: Request, cps: list[int], strategies: list[str], folder: Path)
                 file = emitted.variant(cp, strategy) / package.name / name
                 file.parent.mkdir(parents=True, exist_ok=True)
                 file.write_text(text, "utf-8")
+    check_probes(package.target, package.plan.probes)
     return emitted

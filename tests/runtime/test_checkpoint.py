@@ -7,14 +7,6 @@ import torch
 from cpgen.runtime import checkpoint
 from cpgen.verify.pool import WorkerError, WorkerPool
 from tests.runtime import checkpoint_cases as cases
-from tests.runtime.training_models import emit_packages
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("packages")
-    emit_packages(root)
-    return str(root)
 
 
 @pytest.mark.parametrize(

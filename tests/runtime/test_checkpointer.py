@@ -21,14 +21,6 @@ from cpgen.runtime.checkpoint import save_checkpoint
 from cpgen.runtime.checkpointer import Checkpointer
 from cpgen.verify.pool import WorkerPool
 from tests.runtime import checkpointer_cases as cases
-from tests.runtime import training_models
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("packages")
-    training_models.emit_packages(root)
-    return str(root)
 
 
 @pytest.mark.parametrize("asynchronous", [False, True])

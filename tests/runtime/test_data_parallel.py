@@ -4,14 +4,7 @@ from diffusers import WanTransformer3DModel
 
 from cpgen.verify.pool import WorkerError, WorkerPool
 from tests.runtime import training_cases as cases
-from tests.runtime.training_models import emit_packages, wan_model
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("packages")
-    emit_packages(root)
-    return str(root)
+from tests.runtime.training_models import wan_model
 
 
 def worst_relative_difference(gradients, reference):

@@ -17,16 +17,8 @@ from cpgen.runtime.checkpoint import save_checkpoint
 from cpgen.runtime.checkpoint_content import read_metadata, storage_entries
 from cpgen.verify.pool import WorkerPool
 from tests.runtime import export_cases as cases
-from tests.runtime import training_models
 from tests.runtime.emitted import emit
 from tests.unit.projects import run
-
-
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("packages")
-    training_models.emit_packages(root)
-    return str(root)
 
 
 @pytest.fixture(scope="module")

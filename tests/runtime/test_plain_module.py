@@ -18,7 +18,7 @@ from cpgen.verify.pool import WorkerPool
 
 from .emitted import emit
 from .model_cases import replaced_without_processor
-from .weight_cases import refused_load
+from .weight_cases import load_error
 
 MODEL = f"{Path(__file__).parents[1] / 'models/transformer_plain.py'}:PlainTransformer"
 
@@ -67,5 +67,5 @@ def test_its_checkpoints_are_loaded_and_its_files_are_written(plan: Path, tmp_pa
     assert all(torch.equal(a, b) for a, b in zip(model.parameters(), other.parameters(), strict=True))
     package.save_pretrained(model, tmp_path / "files")
     assert (tmp_path / "files/config.json").read_text("utf-8") == '{\n  "_class_name": "PlainTransformer"\n}\n'
-    [error] = pool.run(refused_load, emitted.directory, emitted.name, str(tmp_path / "files"), world_size=1)
+    [error] = pool.run(load_error, emitted.directory, emitted.name, str(tmp_path / "files"), world_size=1)
     assert error.startswith("PlainTransformer has no from_config") and "load_checkpoint" in error

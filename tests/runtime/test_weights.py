@@ -14,14 +14,6 @@ from tests.runtime import weight_cases as cases
 from tests.runtime.training_cases import half_precision_reference
 
 
-@pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("packages")
-    models.emit_packages(root)
-    cases.emit_tied_package(root)
-    return str(root)
-
-
 def names(directory):
     return sorted(path.name for path in directory.iterdir())
 

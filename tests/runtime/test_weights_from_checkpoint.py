@@ -17,13 +17,6 @@ from tests.runtime import weight_cases as cases
 
 
 @pytest.fixture(scope="module")
-def root(tmp_path_factory):
-    root = tmp_path_factory.mktemp("packages")
-    models.emit_packages(root)
-    return str(root)
-
-
-@pytest.fixture(scope="module")
 def saved(root, pool: WorkerPool, tmp_path_factory):
     """A run's directory with the checkpoints of Wan after steps 1 and 2, and the weights after step 2."""
     folder = tmp_path_factory.mktemp("saved")

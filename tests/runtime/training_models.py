@@ -160,8 +160,6 @@ def emit_packages(root: Path) -> None:
 
 
 def load(root: str, package: str) -> ModuleType:
-    # DTensor caches results by mesh, and a mesh equals one from before the pool made its process group anew: without
-    # this, tensors of a later case would name groups that are gone.
     if root not in sys.path:
         sys.path.insert(0, root)
     return importlib.import_module(package)

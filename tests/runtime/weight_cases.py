@@ -160,7 +160,8 @@ def load_tied(root: str, directory: str, options: dict[str, Any]) -> tuple[bool,
 
 
 def load_error(root: str, package: str, directory: str) -> str:
-    module = load(root, package)
+    """What load_pretrained says of the files in `directory`."""
+    module = load_package(root, package)
     try:
         module.load_pretrained(directory, module.build_mesh("cpu"))
     except ValueError as error:
@@ -180,13 +181,3 @@ def save_trained(root: str, kind: str, cp: int, directory: str, steps: list[int]
         optimizer.zero_grad()
         package.save_checkpoint(directory, model, optimizer, step=step)
     return {name: full(tensor) for name, tensor in model.state_dict().items()}
-
-
-def refused_load(directory: str, package: str, weights: str) -> str:
-    """What load_pretrained of a package that is refused says."""
-    module = load_package(directory, package)
-    try:
-        module.load_pretrained(weights, module.build_mesh("cpu"))
-    except ValueError as error:
-        return str(error)
-    return ""
